@@ -1,0 +1,57 @@
+# make demo | make test: everything else is for those who work on the project (see CONTRIBUTING.md).
+#
+# Each target makes its own virtual environment, .venv, unless PYTHON names an interpreter: that one is
+# used as it is and nothing is installed.
+
+VENV := .venv
+ifdef PYTHON
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/ready
+endif
+
+# Two test processes on a CPU; one where a GPU is shared between them.
+WORKERS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 0 || echo 2)
+
+.PHONY: demo test lint format wheel-test gpu bench clean
+
+demo: $(READY) | compiler
+	$(PY) -m examples.smollm2.demo $(DEMO_ARGS)
+
+test: $(READY) | compiler
+	$(PY) -m pytest -n $(WORKERS) $(TEST_ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) tools/clang_format.py --check
+
+format: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(PY) tools/clang_format.py
+
+# Builds the wheel and runs it in an environment of its own, from outside the tree.
+wheel-test: $(READY) | compiler
+	sh tools/wheel_test.sh $(PY)
+
+# Tests, sanitizer and benchmark on a GPU machine; results as JSON under OUT.
+OUT ?= build/gpu
+gpu: $(READY)
+	sh tools/gpu.sh $(PY) $(OUT)
+
+bench: $(READY)
+	$(PY) -m benchmarks.decode $(BENCH_ARGS)
+
+.PHONY: compiler
+compiler:
+	@sh tools/bootstrap.sh compiler
+
+$(VENV)/ready: pyproject.toml tools/bootstrap.sh
+	@sh tools/bootstrap.sh venv $(VENV)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,229 @@
+"""The GPU backend: CuPy supplies NVRTC, modules, streams, memory and the driver's launch call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupaged.backends.cupy import cubin_cache, nvrtc
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, LaunchError
+from cupaged.handle import HandleFactory
+from cupaged.pointers import DevicePtr
+from cupaged.source import KernelSource
+
+_STATIC_SHARED_LIMIT = 48 * 1024  # more dynamic shared memory than this must be asked for
+
+
+@dataclass
+class CupyKernel:
+    """A loaded function of one device.
+
+    Attributes:
+        source: what it was compiled from.
+        function: the driver's handle.
+        dynamic_shared: bytes of dynamic shared memory that launches may use so far.
+    """
+
+    source: KernelSource
+    function: int
+    dynamic_shared: int = _STATIC_SHARED_LIMIT
+    _keep: list[Any] = field(default_factory=list)
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except Exception as error:
+        raise BackendUnavailableError(
+            f"CuPy cannot be imported ({error}); install it with: pip install 'cupaged[cuda12]' or "
+            "'cupaged[cuda13]', to match the driver. Without a GPU, cupaged.EmulatorBackend runs the "
+            "same kernels on the CPU"
+        ) from error
+    return cupy
+
+
+class CupyBackend(HandleFactory):
+    """Runs kernels on one CUDA device.
+
+    Args:
+        device: device index; the current one by default.
+
+    Raises:
+        BackendUnavailableError: no CuPy, no driver or no such device; the message says what to do.
+    """
+
+    name = "cupy"
+
+    def __init__(self, device: int | None = None) -> None:
+        self._cupy = _import_cupy()
+        from cupy_backends.cuda.api import driver, runtime
+
+        self._driver, self._runtime = driver, runtime
+        try:
+            count = runtime.getDeviceCount()
+        except runtime.CUDARuntimeError as error:
+            raise BackendUnavailableError(
+                f"no CUDA device can be used ({error}); cupaged.EmulatorBackend runs the same kernels on "
+                "the CPU"
+            ) from None
+        self.device = runtime.getDevice() if device is None else device
+        if not 0 <= self.device < count:
+            raise BackendUnavailableError(f"device: got {self.device}, there are {count} CUDA devices")
+        properties = self._cupy.cuda.Device(self.device).attributes
+        self._num_sms = int(properties["MultiProcessorCount"])
+        self._max_shared = int(properties["MaxSharedMemoryPerBlockOptin"])
+        capability = (
+            int(properties["ComputeCapabilityMajor"]),
+            int(properties["ComputeCapabilityMinor"]),
+        )
+        self._target = nvrtc.choose_target(capability, nvrtc.supported_archs())
+        self._modules: dict[tuple[object, ...], Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_sms(self) -> int:
+        """Streaming multiprocessors."""
+        return self._num_sms
+
+    @property
+    def arch(self) -> str:
+        """What kernels are compiled for, as ``sm_90a``."""
+        return self._target.arch
+
+    def load(self, source: KernelSource) -> CupyKernel:
+        """Compile (or fetch from disk) and load on this device."""
+        module_key = (source.path, source.defines, source.digest())
+        with self._lock, self._cupy.cuda.Device(self.device):
+            module = self._modules.get(module_key)
+            if module is None:
+                module = self._cupy.cuda.function.Module()
+                module.load(cubin_cache.compiled(source, self._target))
+                self._modules[module_key] = module
+            function = module.get_function(source.entry)
+            return CupyKernel(source, int(function.ptr), _keep=[function, module])
+
+    def launch_packed(
+        self,
+        kernel: CupyKernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_mem: int,
+        params: int,
+        stream: int,
+        arguments: Mapping[int, Any],
+        cooperative: bool = False,
+    ) -> None:
+        """Launch through the driver; see `GpuBackend.launch_packed`."""
+        runtime = self._runtime
+        current = runtime.getDevice()
+        if current != self.device:
+            runtime.setDevice(self.device)
+        try:
+            if shared_mem > kernel.dynamic_shared:
+                self._allow_shared(kernel, shared_mem)
+            if cooperative:
+                self._driver.launchCooperativeKernel(
+                    kernel.function, *grid, *block, shared_mem, stream, params
+                )
+            else:
+                self._driver.launchKernel(kernel.function, *grid, *block, shared_mem, stream, params, 0)
+        except self._driver.CUDADriverError as error:
+            raise LaunchError(
+                f"{kernel.source.entry}: the driver refused grid {grid}, block {block}, "
+                f"{shared_mem} bytes of shared memory: {error}"
+            ) from error
+        finally:
+            if current != self.device:
+                runtime.setDevice(current)
+
+    def _allow_shared(self, kernel: CupyKernel, num_bytes: int) -> None:
+        if num_bytes > self._max_shared:
+            raise ArgumentValueError(
+                f"{kernel.source.entry}: shared_mem is {num_bytes} bytes, this GPU allows {self._max_shared}"
+            )
+        attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._driver.funcSetAttribute(kernel.function, attribute, num_bytes)
+        kernel.dynamic_shared = num_bytes
+
+    def pointer(self, value: Any) -> int:
+        """Address of a CuPy array, of an object with ``__cuda_array_interface__``, or of a `DevicePtr`."""
+        if isinstance(value, self._cupy.ndarray):
+            return int(value.data.ptr)
+        if isinstance(value, DevicePtr):
+            return value.address
+        if isinstance(value, np.integer):
+            return int(value)
+        interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is not None:
+            return int(interface["data"][0])
+        allowed = "int, DevicePtr, CuPy array, object with __cuda_array_interface__"
+        hint = " (a host array: copy it with gpu.asarray)" if isinstance(value, np.ndarray) else ""
+        raise ArgumentTypeError(f"pointer: got {type(value).__name__}{hint}, allowed: {allowed}")
+
+    def stream_handle(self, stream: Any) -> int:
+        """Handle of an int, a CuPy stream (``ptr``) or an object with ``__cuda_stream__``."""
+        if isinstance(stream, int) and not isinstance(stream, bool):
+            if stream < 0:
+                raise ArgumentValueError(f"stream: got {stream}, a handle is not negative")
+            return stream
+        if isinstance(stream, (self._cupy.cuda.Stream, self._cupy.cuda.ExternalStream)):
+            return int(stream.ptr)
+        protocol = getattr(stream, "__cuda_stream__", None)
+        if protocol is not None:
+            return int((protocol() if callable(protocol) else protocol)[1])
+        raise ArgumentTypeError(
+            f"stream: got {type(stream).__name__}, allowed: int handle, CuPy stream, object with "
+            "__cuda_stream__; a stream is always given (gpu.null_stream() is the default one)"
+        )
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Uninitialised CuPy array; dtypes CuPy does not have come as unsigned bits of the same size."""
+        with self._cupy.cuda.Device(self.device):
+            return self._cupy.empty(shape, _bits_dtype(dtype))
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Zeroed CuPy array; dtypes as in `empty`."""
+        with self._cupy.cuda.Device(self.device):
+            return self._cupy.zeros(shape, _bits_dtype(dtype))
+
+    def asarray(self, host: npt.ArrayLike) -> Any:
+        """Copy on the device; ml_dtypes arrays become unsigned bits of the same size."""
+        array = np.ascontiguousarray(host)
+        with self._cupy.cuda.Device(self.device):
+            return self._cupy.asarray(array.view(_bits_dtype(array.dtype)))
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Copy to the host, after everything queued on the device."""
+        self.synchronize()
+        with self._cupy.cuda.Device(self.device):
+            return np.asarray(array.get())
+
+    def memset(self, pointer: int, value: int, num_bytes: int, stream: int) -> None:
+        """Fill bytes, ordered on the stream."""
+        with self._cupy.cuda.Device(self.device):
+            self._runtime.memsetAsync(pointer, value, num_bytes, stream)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Wait for one stream, or for the whole device."""
+        with self._cupy.cuda.Device(self.device) as device:
+            if stream is None:
+                device.synchronize()
+            else:
+                self._runtime.streamSynchronize(stream)
+
+    def null_stream(self) -> int:
+        """Handle of the default stream."""
+        return 0
+
+
+def _bits_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """The dtype itself, or unsigned bits where only ml_dtypes has it."""
+    given = np.dtype(dtype)
+    if given.kind == "V" or given.name in ("bfloat16",) or given.name.startswith("float8"):
+        return np.dtype(f"uint{8 * given.itemsize}")
+    return given

@@ -1,0 +1,198 @@
+"""The emulator backend: runs the package's CUDA kernels, unmodified, on the CPU.
+
+A kernel's ``.cu`` file is compiled by the system's C++ compiler against headers that stand for CUDA's
+built-ins, and each CUDA thread runs as a fiber. It is for trying kernels and testing them without a GPU:
+results agree with a GPU's up to the roundings of fused and approximate operations; speed does not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupaged.backends.emulator import build, memory
+from cupaged.backends.emulator.compiler import find_compiler
+from cupaged.backends.emulator.library import SCHEDULES, KernelLibrary, LaunchRequest, Runtime
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError
+from cupaged.handle import HandleFactory
+from cupaged.source import KernelSource
+
+__all__ = ["EmulatedKernel", "EmulatorBackend"]
+
+_PAGE = 4096
+_MIN_STACK = 4 * _PAGE
+
+
+@dataclass(frozen=True)
+class EmulatedKernel:
+    """A compiled and loaded kernel.
+
+    Attributes:
+        source: what it was compiled from.
+        library: its code.
+    """
+
+    source: KernelSource
+    library: KernelLibrary
+
+
+class EmulatorBackend(HandleFactory):
+    """Runs kernels on the CPU. Launches run to their end before they return; streams are only checked.
+
+    Device arrays are NumPy arrays. A fault in a kernel raises a subclass of `KernelFault` that names
+    kernel, block and thread.
+
+    Args:
+        check: ``"off"`` runs fast and finds deadlocks, wrong masks and misused asynchronous copies.
+            ``"full"`` also finds data races and stray accesses.
+        schedule: order in which threads and blocks run: ``"fifo"``, ``"reverse"`` or ``"random"``.
+            ``"random"`` also lets asynchronous copies land early or late; the others land them late.
+        seed: of the random schedule.
+        workers: OS threads that blocks are spread over. Cooperative launches use one.
+        num_sms: what `num_sms` says.
+        stack_bytes: stack of each CUDA thread; a kernel with larger local arrays crashes the process.
+
+    Raises:
+        ArgumentValueError: an argument that is not allowed.
+        BackendUnavailableError: no C++ compiler; the message says how to get one.
+    """
+
+    name = "emulator"
+    arch = "emulator"
+
+    def __init__(
+        self,
+        *,
+        check: str = "off",
+        schedule: str = "fifo",
+        seed: int = 0,
+        workers: int = 1,
+        num_sms: int = 4,
+        stack_bytes: int = 65536,
+    ) -> None:
+        if check not in ("off", "full"):
+            raise ArgumentValueError(f"check: got {check!r}, allowed are 'off' and 'full'")
+        if check == "full":
+            raise BackendUnavailableError("check='full' is not available in this version; use check='off'")
+        if schedule not in SCHEDULES:
+            raise ArgumentValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
+        self.schedule = schedule
+        self.seed = _at_least("seed", seed, 0) & (2**64 - 1)
+        self.workers = _at_least("workers", workers, 1)
+        self.num_sms = _at_least("num_sms", num_sms, 1)
+        self.stack_bytes = -(-_at_least("stack_bytes", stack_bytes, _MIN_STACK) // _PAGE) * _PAGE
+        self._compiler = find_compiler()
+        self._memory = memory.DeviceMemory()
+        self._lock = threading.Lock()
+        self._runtime: Runtime | None = None
+        self._runtime_path = Path()
+        self._kernels: dict[tuple[object, ...], EmulatedKernel] = {}
+
+    def load(self, source: KernelSource) -> EmulatedKernel:
+        """Compile (or fetch from disk) and load.
+
+        Raises:
+            CompileError: with the compiler's log.
+            BackendUnavailableError: the result cannot be loaded.
+        """
+        key = (source.path, source.entry, source.defines, source.digest())
+        found = self._kernels.get(key)
+        if found is None:
+            runtime = self._loaded_runtime()
+            path = build.kernel_library(self._compiler, source, self._runtime_path)
+            found = self._kernels[key] = EmulatedKernel(source, KernelLibrary(path, runtime))
+        return found
+
+    def _loaded_runtime(self) -> Runtime:
+        with self._lock:
+            if self._runtime is None:
+                self._runtime_path = build.runtime_library(self._compiler, self._runtime_defines())
+                self._runtime = Runtime.of(self._runtime_path)
+            return self._runtime
+
+    def _runtime_defines(self) -> tuple[str, ...]:
+        return ()
+
+    def launch_packed(
+        self,
+        kernel: EmulatedKernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_mem: int,
+        params: int,
+        stream: int,
+        arguments: Mapping[int, Any],
+        cooperative: bool = False,
+    ) -> None:
+        """Run a launch to its end; see `GpuBackend.launch_packed`.
+
+        Raises:
+            LaunchError: geometry or shared memory beyond what a GPU allows.
+            KernelFault: the kernel deadlocks, uses a wrong mask, and so on.
+        """
+        library = kernel.library
+        request = LaunchRequest(
+            library.entry,
+            params,
+            library.shared_pointer,
+            shared_mem,
+            self.stack_bytes,
+            self.seed,
+            grid,
+            block,
+            SCHEDULES[self.schedule],
+            self.workers,
+            cooperative,
+        )
+        self._loaded_runtime().launch(request, kernel.source.entry)
+
+    def pointer(self, value: Any) -> int:
+        """Address of a NumPy array, a `DevicePtr` or a NumPy integer; arrays of a real GPU are refused."""
+        return memory.pointer(value)
+
+    def stream_handle(self, stream: Any) -> int:
+        """Handle of an int, or of an object with ``__cuda_stream__`` or ``ptr``."""
+        return memory.stream_handle(stream)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+        """NumPy array full of 0xFF bytes: NaN, or the largest or a negative integer."""
+        return self._memory.allocate(shape, dtype, memory.POISON_BYTE)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+        """NumPy array of zeros."""
+        return self._memory.allocate(shape, dtype, 0)
+
+    def asarray(self, host: npt.ArrayLike) -> np.ndarray:
+        """Copy of a host array, in C order and of the same dtype."""
+        return self._memory.copy_of(host)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Copy of a device array."""
+        if not isinstance(array, np.ndarray):
+            raise ArgumentTypeError(f"array: got {type(array).__name__}, allowed is a NumPy array")
+        return array.copy()
+
+    def memset(self, pointer: int, value: int, num_bytes: int, stream: int) -> None:
+        """Fill bytes."""
+        memory.fill(pointer, value, num_bytes)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Nothing to wait for: launches have ended when they return."""
+
+    def null_stream(self) -> int:
+        """Handle of the default stream."""
+        return 0
+
+
+def _at_least(name: str, value: int, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name}: got {value!r}, allowed is an integer")
+    if value < low:
+        raise ArgumentValueError(f"{name}: got {value}, allowed is {low} or more")
+    return value

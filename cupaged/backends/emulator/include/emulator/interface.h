@@ -1,0 +1,79 @@
+// What compiled kernels and the runtime library know about each other.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include "vector_types.h"
+
+#define CUPAGED_EMULATOR_API __attribute__((visibility("default")))
+
+namespace cupaged_emulator {
+
+// One block, as its threads see it.
+struct BlockView {
+  uint3 block_index;
+  dim3 block_dim;
+  dim3 grid_dim;
+  unsigned char* dynamic_shared;  // 128-byte aligned
+  size_t dynamic_shared_bytes;
+};
+
+// One CUDA thread, as it sees itself.
+struct ThreadView {
+  uint3 thread_index;
+  unsigned lane;  // in its warp
+  const BlockView* block;
+};
+
+// The thread that this OS thread runs now. A CUDA thread never moves to another OS thread.
+// __thread and not thread_local: the latter would call an initialiser on every use.
+extern CUPAGED_EMULATOR_API __thread ThreadView* current __attribute__((tls_model("initial-exec")));
+
+inline void* dynamic_shared() { return current->block->dynamic_shared; }
+
+// ---- collectives: return when every thread concerned has arrived
+
+enum class Shuffle { indexed, up, down, exchange };
+enum class Vote { ballot, any, all };
+enum class BarrierVote { none, any, all, count };
+
+CUPAGED_EMULATOR_API void warp_sync(uint32_t mask);
+// `source` is a lane of the caller's warp; a source that takes no part gives all ones.
+CUPAGED_EMULATOR_API uint64_t warp_shuffle(Shuffle kind, uint32_t mask, uint64_t value, unsigned source);
+CUPAGED_EMULATOR_API uint32_t warp_vote(Vote kind, uint32_t mask, bool predicate);
+// Lanes of the caller's warp that are running or can run without waiting for the caller.
+CUPAGED_EMULATOR_API uint32_t active_lanes();
+// The number of threads whose predicate holds (any, all: 0 or 1).
+CUPAGED_EMULATOR_API int block_barrier(BarrierVote kind, bool predicate);
+
+// ---- warp-wide matrix instructions, all 32 lanes
+
+enum class Half { f16, bf16 };
+
+// accumulator (4 floats), a (4 words), b (2 words): fragments of m16n8k16.
+CUPAGED_EMULATOR_API void matrix_multiply(Half format, float* accumulator, const uint32_t* a,
+                                          const uint32_t* b);
+CUPAGED_EMULATOR_API uint32_t matrix_transpose(uint32_t fragment);
+CUPAGED_EMULATOR_API void load_matrix_x4(uint32_t* fragments, const void* row, bool transposed);
+
+// ---- asynchronous copies
+
+CUPAGED_EMULATOR_API void copy_async(void* shared, const void* global, unsigned bytes);
+CUPAGED_EMULATOR_API void copy_async_commit();
+CUPAGED_EMULATOR_API void copy_async_wait(unsigned pending_groups);
+
+CUPAGED_EMULATOR_API void mbarrier_init(uint64_t* barrier, uint32_t arrivals);
+CUPAGED_EMULATOR_API void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes);
+CUPAGED_EMULATOR_API bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity);
+CUPAGED_EMULATOR_API void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
+
+// ---- scheduling
+
+// Let other threads run first. `what` and `address` name the instruction in reports. `progress`: memory
+// was changed; launches in which nothing but such calls without progress happens are stopped.
+CUPAGED_EMULATOR_API void yield(const char* what, const void* address, bool progress);
+CUPAGED_EMULATOR_API uint64_t clock_ticks();
+// Stops the launch with a report about the calling thread.
+[[noreturn]] CUPAGED_EMULATOR_API void trap(const char* what);
+
+}  // namespace cupaged_emulator

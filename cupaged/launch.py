@@ -1,0 +1,292 @@
+"""The launch builder."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+import operator
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.handle import KernelHandle, ParameterLayout, Value, check_grid
+from cupaged.registry import Grid
+
+if TYPE_CHECKING:
+    from cupaged.backends.base import GpuBackend
+
+_RANGES = {
+    "ptr": (0, 2**64 - 1),
+    "u32": (0, 2**32 - 1),
+    "u64": (0, 2**64 - 1),
+    "i32": (-(2**31), 2**31 - 1),
+    "i64": (-(2**63), 2**63 - 1),
+}
+_U32_MAX = 2**32 - 1
+_U64_MAX = 2**64 - 1
+_FLOAT32_MAX = 3.4028235677973366e38  # from here on a double rounds to infinity
+_BUFFER_BYTES = 4096  # the largest parameter space of a kernel
+
+
+class _ThreadBuffer(threading.local):
+    """One packing buffer a thread, and for each layout an array of pointers into it.
+
+    A launch copies its parameters before it returns, so the next may overwrite them.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(_BUFFER_BYTES)
+        self._keep = (ctypes.c_char * _BUFFER_BYTES).from_buffer(self.buffer)
+        self._base = ctypes.addressof(self._keep)
+        self._pointers: dict[ParameterLayout, tuple[Any, int]] = {}
+
+    def pointers(self, layout: ParameterLayout) -> int:
+        """Address of the pointer array for this layout."""
+        found = self._pointers.get(layout)
+        if found is None:
+            array = (ctypes.c_void_p * max(1, len(layout.offsets)))(
+                *[self._base + offset for offset in layout.offsets]
+            )
+            found = self._pointers[layout] = (array, ctypes.addressof(array))
+        return found[1]
+
+
+_thread = _ThreadBuffer()
+
+
+class KernelLaunch:
+    """Collects geometry and arguments of one launch; every method but `launch` returns the builder.
+
+    >>> KernelLaunch(gpu, kernel).grid([4, 1, 1]).block([256, 1, 1]).arg_ptr(x).arg_u32(n).launch(stream)
+
+    Arguments go in the order of the kernel's parameters, each at its natural size and alignment. A value
+    that does not fit its kind raises at once; a wrong number or kind of arguments raises at `launch`,
+    before anything runs, and names kernel and parameter.
+    """
+
+    __slots__ = ("_block", "_gpu", "_grid", "_kernel", "_kinds", "_objects", "_shared_mem", "_values")
+
+    def __init__(self, gpu: GpuBackend, kernel: KernelHandle) -> None:
+        if kernel.gpu is not gpu:
+            raise ArgumentValueError(f"kernel: got {kernel!r}, allowed is a handle made by this very backend")
+        self._gpu = gpu
+        self._kernel = kernel
+        self._grid: Grid | None = None
+        self._block: Grid | None = None
+        self._shared_mem = 0
+        self._values: list[Value] = []
+        self._kinds: list[str] = []
+        self._objects: dict[int, Any] = {}
+
+    def grid(self, dims: Sequence[int]) -> KernelLaunch:
+        """Blocks in x, y, z. A kernel of the package knows its own; a different one raises at `launch`."""
+        self._grid = _triple("grid", dims)
+        return self
+
+    def block(self, dims: Sequence[int]) -> KernelLaunch:
+        """Threads in x, y, z. A kernel of the package knows its own; a different one raises at `launch`."""
+        self._block = _triple("block", dims)
+        return self
+
+    def shared_mem(self, num_bytes: int) -> KernelLaunch:
+        """Bytes of dynamic shared memory a block."""
+        self._shared_mem = _integer("shared_mem", num_bytes, 0, _U32_MAX)
+        return self
+
+    def arg_ptr(self, pointer: Any) -> KernelLaunch:
+        """A device pointer: int, `DevicePtr`, or an array that lives on this backend."""
+        if type(pointer) is not int:
+            position = len(self._values)
+            self._kernel.check_array(position, pointer)
+            self._objects[position] = pointer
+            try:
+                pointer = self._gpu.pointer(pointer)
+            except ArgumentTypeError as error:
+                raise ArgumentTypeError(f"{self._name()}: {error}") from None
+        if pointer < 0 or pointer > _U64_MAX:
+            raise self._bad_value("ptr", pointer)
+        self._values.append(pointer)
+        self._kinds.append("ptr")
+        return self
+
+    def arg_u32(self, value: int) -> KernelLaunch:
+        """An unsigned 32-bit integer."""
+        if type(value) is not int or value < 0 or value > _U32_MAX:
+            value = self._checked_integer("u32", value)
+        self._values.append(value)
+        self._kinds.append("u32")
+        return self
+
+    def arg_u64(self, value: int) -> KernelLaunch:
+        """An unsigned 64-bit integer."""
+        if type(value) is not int or value < 0 or value > _U64_MAX:
+            value = self._checked_integer("u64", value)
+        self._values.append(value)
+        self._kinds.append("u64")
+        return self
+
+    def arg_i32(self, value: int) -> KernelLaunch:
+        """A signed 32-bit integer."""
+        self._values.append(self._checked_integer("i32", value))
+        self._kinds.append("i32")
+        return self
+
+    def arg_i64(self, value: int) -> KernelLaunch:
+        """A signed 64-bit integer."""
+        self._values.append(self._checked_integer("i64", value))
+        self._kinds.append("i64")
+        return self
+
+    def arg_f32(self, value: float) -> KernelLaunch:
+        """A float, rounded to 32 bits; infinities and NaN pass, a finite value beyond float32 does not."""
+        if type(value) is not float:
+            value = self._checked_float(value)
+        if not -_FLOAT32_MAX < value < _FLOAT32_MAX and math.isfinite(value):
+            raise self._bad_value("f32", value)
+        self._values.append(value)
+        self._kinds.append("f32")
+        return self
+
+    def launch(self, stream: Any) -> None:
+        """Launch on a stream: an int handle, a CuPy stream, or an object with ``__cuda_stream__``.
+
+        A kernel of the package with nothing to do (no tokens, no sequences) is not launched.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: before anything runs.
+            CompileError: the specialisation is new and does not compile.
+            LaunchError: the driver refused. KernelFault: the emulator found a fault.
+        """
+        kernel, values = self._kernel, self._values
+        if self._kinds != kernel.kinds:
+            raise self._wrong_arguments()
+        handle = stream if type(stream) is int and stream >= 0 else self._gpu.stream_handle(stream)
+        chosen = kernel.select(values)
+        if chosen.grid is not None and chosen.block is not None:
+            grid, block = chosen.grid(values), chosen.block
+            self._check_geometry(grid, block)
+            if 0 in grid:
+                return
+            for index, multiple in kernel.multiples:
+                if values[index] % multiple:
+                    raise self._misaligned(index, multiple)
+        elif self._grid is None or self._block is None:
+            raise ArgumentValueError(f"{kernel.entry}: this kernel needs both grid and block")
+        else:
+            grid, block = self._grid, self._block
+        check_grid(kernel.entry, grid)
+        thread = _thread
+        kernel.layout.pack_into(thread.buffer, values)
+        self._gpu.launch_packed(
+            chosen.loaded,
+            grid,
+            block,
+            self._shared_mem or chosen.shared_mem,
+            thread.pointers(kernel.layout),
+            handle,
+            self._objects,
+        )
+
+    def _check_geometry(self, grid: Grid, block: Grid) -> None:
+        for name, given, own in (("grid", self._grid, grid), ("block", self._block, block)):
+            if given is not None and given != own:
+                raise ArgumentValueError(
+                    f"{self._kernel.entry}: {name} is {given}, but this kernel's own for these "
+                    f"arguments is {own}; leave it out"
+                )
+
+    def _misaligned(self, index: int, multiple: int) -> ArgumentValueError:
+        parameter = self._kernel.parameters[index]
+        unit = "address, in bytes," if parameter.kind == "ptr" else "value"
+        return ArgumentValueError(
+            f"{parameter.name}: got {self._values[index]}, its {unit} must be a multiple of {multiple}"
+        )
+
+    def _wrong_arguments(self) -> ArgumentTypeError:
+        kernel, parameters = self._kernel, self._kernel.parameters
+        for position, (kind, parameter) in enumerate(zip(self._kinds, parameters, strict=False)):
+            if kind != parameter.kind:
+                return ArgumentTypeError(
+                    f"{kernel.entry}: argument {position} is {kind}, but parameter "
+                    f"{parameter.name!r} is {parameter.kind}"
+                )
+        if len(self._kinds) > len(parameters):
+            return ArgumentTypeError(
+                f"{kernel.entry}: got {len(self._kinds)} arguments, the kernel has {len(parameters)} "
+                f"parameters, the last of them {parameters[-1].name!r}"
+                if parameters
+                else f"{kernel.entry}: got {len(self._kinds)} arguments, the kernel has no parameters"
+            )
+        missing = ", ".join(repr(p.name) for p in parameters[len(self._kinds) :])
+        return ArgumentTypeError(
+            f"{kernel.entry}: got {len(self._kinds)} arguments of {len(parameters)}; missing: {missing}"
+        )
+
+    def _name(self) -> str:
+        position, parameters = len(self._values), self._kernel.parameters
+        name = parameters[position].name if position < len(parameters) else f"argument {position}"
+        return f"{self._kernel.entry}: {name}"
+
+    def _bad_value(self, kind: str, value: Any) -> ArgumentValueError:
+        if kind == "f32":
+            return ArgumentValueError(f"{self._name()}: got {value}, which does not fit a float32")
+        low, high = _RANGES[kind]
+        return ArgumentValueError(f"{self._name()}: got {value}, allowed for {kind} is {low} to {high}")
+
+    def _checked_integer(self, kind: str, value: Any) -> int:
+        low, high = _RANGES[kind]
+        return _integer(self._name(), value, low, high)
+
+    def _checked_float(self, value: Any) -> float:
+        on_host = not _is_device_array(value)
+        scalar = value.item() if on_host and getattr(value, "shape", None) == () else value
+        if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
+            raise ArgumentTypeError(f"{self._name()}: got {_described(value)}, allowed is a real number")
+        try:
+            return float(scalar)
+        except OverflowError:
+            raise self._bad_value("f32", value) from None
+
+
+def _triple(name: str, dims: Sequence[int]) -> Grid:
+    try:
+        values = list(dims)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {dims!r}, allowed are three dimensions") from None
+    if len(values) != 3:
+        raise ArgumentValueError(f"{name}: got {values}, allowed are exactly three dimensions")
+    x, y, z = (_integer(name, v, 1, _U32_MAX) for v in values)
+    return (x, y, z)
+
+
+def _is_device_array(value: Any) -> bool:
+    """True for what could only be read with a synchronisation."""
+    return hasattr(type(value), "__cuda_array_interface__")
+
+
+def _described(value: Any) -> str:
+    name = type(value).__name__
+    return f"a {name} on a device" if _is_device_array(value) else f"{value!r} ({name})"
+
+
+def as_integer(name: str, value: Any) -> int:
+    """An int, or a host scalar that is one (NumPy's included, bools not), as an int.
+
+    Raises:
+        ArgumentTypeError: it is none; the message names it.
+    """
+    try:
+        if isinstance(value, bool) or _is_device_array(value):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {_described(value)}, allowed is an integer") from None
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    number = as_integer(name, value)
+    if not low <= number <= high:
+        raise ArgumentValueError(f"{name}: got {number}, allowed is {low} to {high}")
+    return number

@@ -1,0 +1,165 @@
+"""Kernel sources: where they are, what a kernel's parameters are, and a digest of all they include.
+
+Device-free: nothing here needs a GPU, CuPy or a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cupaged.errors import KernelSourceError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+# C++ spelling of a scalar parameter -> kind. Everything with a '*' is a pointer.
+_SCALAR_KINDS = {
+    "u32": "u32",
+    "unsigned": "u32",
+    "unsigned int": "u32",
+    "uint32_t": "u32",
+    "i32": "i32",
+    "int": "i32",
+    "int32_t": "i32",
+    "u64": "u64",
+    "unsigned long long": "u64",
+    "uint64_t": "u64",
+    "i64": "i64",
+    "long long": "i64",
+    "int64_t": "i64",
+    "float": "f32",
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel entry.
+
+    Attributes:
+        name: as in the source.
+        kind: ``"ptr"``, ``"u32"``, ``"i32"``, ``"u64"``, ``"i64"`` or ``"f32"``.
+        const: a pointer to const, which the kernel only reads.
+    """
+
+    name: str
+    kind: str
+    const: bool = False
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """Everything a compiler needs to know about one specialisation of one kernel.
+
+    Attributes:
+        path: the ``.cu`` file.
+        entry: name of the ``extern "C" __global__`` function.
+        parameters: its parameters, in order.
+        defines: (macro, value) pairs: the compile-time constants.
+    """
+
+    path: Path
+    entry: str
+    parameters: tuple[Parameter, ...]
+    defines: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def include_dirs(self) -> tuple[Path, ...]:
+        """The source's own folder first, then the package's kernels."""
+        own, package = self.path.parent, kernels_dir()
+        return (own,) if own == package else (own, package)
+
+    def digest(self) -> str:
+        """Hex SHA-256 of the source and of every file it includes, directly or not."""
+        digest = hashlib.sha256()
+        for path in include_closure(self.path, self.include_dirs):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return digest.hexdigest()
+
+
+@functools.cache
+def kernels_dir() -> Path:
+    """Folder of the CUDA sources: inside the installed package, or ``kernels/`` of a checkout."""
+    for candidate in (_PACKAGE / "_cuda", _PACKAGE.parent / "kernels"):
+        if (candidate / "platform.cuh").is_file():
+            return candidate
+    raise KernelSourceError(
+        f"no CUDA sources found in {_PACKAGE / '_cuda'} nor {_PACKAGE.parent / 'kernels'}: "
+        "the installation is incomplete"
+    )
+
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+def include_closure(path: Path, include_dirs: tuple[Path, ...]) -> list[Path]:
+    """The file and everything it includes with quotes, in first-seen order.
+
+    A quoted name that is in none of ``include_dirs`` is left out: it belongs to the compiler
+    or to the emulator, whose own version is part of their cache keys.
+    """
+    seen: list[Path] = []
+    pending = [path]
+    while pending:
+        current = pending.pop(0)
+        if current in seen:
+            continue
+        seen.append(current)
+        for name in _INCLUDE.findall(current.read_text()):
+            for folder in (current.parent, *include_dirs):
+                if (folder / name).is_file():
+                    pending.append((folder / name).resolve())
+                    break
+    return seen
+
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def parse_parameters(text: str, entry: str) -> tuple[Parameter, ...]:
+    """Parameters of ``extern "C" __global__ void ... entry(...)`` in CUDA source text.
+
+    Raises:
+        KernelSourceError: no such entry, or a parameter of a type that launches do not support.
+    """
+    text = _COMMENT.sub(" ", text)
+    pattern = re.compile(
+        r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?'
+        + re.escape(entry)
+        + r"\s*\(([^()]*)\)"
+    )
+    match = pattern.search(text)
+    if match is None:
+        raise KernelSourceError(f'no entry extern "C" __global__ void {entry}(...) in the source')
+    declarations = [d.strip() for d in match.group(1).split(",")]
+    return tuple(_parse_parameter(d, entry) for d in declarations if d)
+
+
+def _parse_parameter(declaration: str, entry: str) -> Parameter:
+    words = re.sub(r"\b(__restrict__|__grid_constant__)\b", " ", declaration)
+    name_match = re.search(r"(\w+)\s*$", words)
+    if name_match is None:
+        raise KernelSourceError(f"{entry}: cannot read the parameter {declaration!r}")
+    name, type_text = name_match.group(1), words[: name_match.start()]
+    if "*" in type_text:
+        pointee = type_text.rpartition("*")[0]
+        return Parameter(name, "ptr", const=bool(re.search(r"\bconst\b", pointee)))
+    spelling = " ".join(re.sub(r"\bconst\b", " ", type_text).split())
+    kind = _SCALAR_KINDS.get(spelling)
+    if kind is None:
+        raise KernelSourceError(
+            f"{entry}: parameter {name!r} has type {spelling!r}; "
+            f"allowed are pointers and {', '.join(sorted(set(_SCALAR_KINDS)))}"
+        )
+    return Parameter(name, kind)
+
+
+@functools.lru_cache(maxsize=256)
+def read_parameters(path: Path, entry: str, mtime_ns: int) -> tuple[Parameter, ...]:
+    """`parse_parameters` of a file; ``mtime_ns`` is its modification time, part of the cache key."""
+    try:
+        return parse_parameters(path.read_text(), entry)
+    except KernelSourceError as error:
+        raise KernelSourceError(f"{path}: {error}") from None

@@ -1,0 +1,1 @@
+"""Programs that use cupaged; not part of the installed package."""

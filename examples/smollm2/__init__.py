@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct decoding text with its keys and values in a paged cache of `cupaged`."""

@@ -1,0 +1,74 @@
+"""Choose where the model runs: a GPU through CuPy, or the emulator on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from cupaged.backends.base import GpuBackend
+from cupaged.errors import BackendUnavailableError
+
+BACKENDS = ("auto", "cupy", "emulator")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A backend and the array module that goes with it.
+
+    All work is queued on the backend's default stream, which is CuPy's current stream too unless a caller
+    changes that: array arithmetic and kernel launches are in one order and need no synchronisation.
+
+    Attributes:
+        gpu: launches kernels and owns their memory.
+        xp: ``cupy`` or ``numpy``, for everything but attention over the cache.
+        reason: why this backend was taken, for people.
+    """
+
+    gpu: GpuBackend
+    xp: Any
+    reason: str
+
+
+def choose_device(backend: str = "auto") -> Device:
+    """The device asked for; ``"auto"`` takes a GPU when there is one and the emulator otherwise.
+
+    Raises:
+        ValueError: no such backend.
+        BackendUnavailableError: the backend asked for by name cannot run here.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}")
+    if backend == "emulator":
+        return _emulator("asked for")
+    obstacle = _cupy_obstacle()
+    if obstacle is None:
+        return _cupy("asked for" if backend == "cupy" else "a GPU was found")
+    if backend == "cupy":
+        raise BackendUnavailableError(f"the cupy backend cannot run here: {obstacle}; try --backend emulator")
+    return _emulator(f"no GPU to use: {obstacle}")
+
+
+def _cupy_obstacle() -> str | None:
+    """Why CuPy cannot run here, or None if it can."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError:
+        return "CuPy is not installed"
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return str(error)
+    return None if count else "CUDA sees no device"
+
+
+def _cupy(reason: str) -> Device:
+    from cupaged import CupyBackend
+
+    return Device(CupyBackend(), importlib.import_module("cupy"), reason)
+
+
+def _emulator(reason: str) -> Device:
+    from cupaged import EmulatorBackend
+
+    return Device(EmulatorBackend(), importlib.import_module("numpy"), reason)

@@ -1,0 +1,151 @@
+"""Cases whose right output follows from a formula, for every cache format.
+
+Each function returns a poisoned `PagedCase` and the exact float64 ``[num_seqs, num_q_heads, head_dim]``.
+All values survive quantisation exactly, so that the formula holds for the stored cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupaged.formats import BF16, NVFP4, CacheFormat
+from tests.oracle import E2M1_TABLE, F64
+from tests.poison import Options, PagedCase, Poison, Shape, build_case
+
+Values = Callable[[int, Shape], F64]  # (n, shape) -> V [n, num_kv_heads, head_dim]
+
+
+def fixture_u(
+    fmt: CacheFormat,
+    seq_lens: Sequence[int],
+    shape: Shape | None = None,
+    *,
+    window: int = 0,
+    options: Options | None = None,
+) -> tuple[PagedCase, F64]:
+    """q = 0, V[t] = t + 1: the mean of what is attended, (n + 1) / 2 without a window.
+
+    V[t] = 1.5 * 2^(t mod 4) for quantised formats, and for BF16 past n = 255 where t + 1 is not exact.
+    """
+    counts_up = fmt == BF16 and max([0, *seq_lens]) <= 255
+
+    def tokens(n: int) -> F64:
+        t = np.arange(n, dtype=np.float64)
+        return t + 1 if counts_up else 1.5 * 2.0 ** (t % 4)
+
+    def values(n: int, sizes: Shape) -> F64:
+        return np.broadcast_to(tokens(n)[:, None, None], (n, sizes.num_kv_heads, sizes.head_dim)).copy()
+
+    case = _zero_query_case(fmt, seq_lens, shape, values, window, options)
+    means = [float(tokens(n)[_first(n, window) :].mean()) if n else 0.0 for n in seq_lens]
+    return case, np.broadcast_to(np.array(means)[:, None, None], case.q.shape).copy()
+
+
+def lse_of_zero_query(case: PagedCase) -> F64:
+    """LSE ``[num_seqs, num_q_heads]`` of a case with q = 0: ln of the keys attended, -inf for none."""
+    attended = [int(n) - _first(int(n), case.window) for n in case.seq_lens]
+    lse = np.array([math.log(n) if n else -math.inf for n in attended])
+    return np.broadcast_to(lse[:, None], case.q.shape[:2]).copy()
+
+
+def fixture_h(
+    fmt: CacheFormat,
+    seq_lens: Sequence[int] = (5,),
+    shape: Shape | None = None,
+    *,
+    options: Options | None = None,
+) -> tuple[PagedCase, F64]:
+    """q = 0, V of KV head h = h + 1 (quantised: 1.5 * 2^h): query head i reads floor(i / (Hq / Hkv))."""
+    sizes = shape or Shape()
+    heads = np.arange(sizes.num_kv_heads, dtype=np.float64)
+    assert fmt == BF16 or sizes.num_kv_heads <= 8, "1.5 * 2^h leaves the range of E4M3"
+    tags = heads + 1 if fmt == BF16 else 1.5 * 2.0**heads
+
+    def values(n: int, sizes: Shape) -> F64:
+        return np.broadcast_to(tags[:, None], (n, sizes.num_kv_heads, sizes.head_dim)).copy()
+
+    case = _zero_query_case(fmt, seq_lens, sizes, values, 0, options)
+    by_query_head = tags[np.arange(sizes.num_q_heads) // (sizes.num_q_heads // sizes.num_kv_heads)]
+    return case, _where_live(case, by_query_head[:, None])
+
+
+def fixture_d(
+    fmt: CacheFormat,
+    seq_lens: Sequence[int] = (5,),
+    shape: Shape | None = None,
+    *,
+    options: Options | None = None,
+) -> tuple[PagedCase, F64]:
+    """q = 0, V in lane d = tag(d): out[d] = tag(d).
+
+    BF16: tag(d) = d. Quantised: the E2M1 value of code d mod 16, times 2^(g mod 7) for group g = d // 16,
+    so that neighbouring groups have scales of their own.
+    """
+    lanes = np.arange((shape or Shape()).head_dim)
+    tags = lanes.astype(np.float64) if fmt == BF16 else E2M1_TABLE[lanes % 16] * 2.0 ** (lanes // 16 % 7)
+
+    def values(n: int, sizes: Shape) -> F64:
+        return np.broadcast_to(tags, (n, sizes.num_kv_heads, sizes.head_dim)).copy()
+
+    case = _zero_query_case(fmt, seq_lens, shape, values, 0, options)
+    return case, _where_live(case, tags)
+
+
+def fixture_x2(
+    fmt: CacheFormat, lane: int, shape: Shape | None = None, *, options: Options | None = None
+) -> tuple[PagedCase, F64]:
+    """n = 2, K = 0 then c in one lane, q = 1 in that lane, factor 1, V = 0 then v: v / (1 + e^-c).
+
+    c = 4, v = 1 (0.98201); NVFP4 c = 3, v = 1.5, whose group scales are powers of two.
+    """
+    sizes = shape or Shape()
+    c, v = (3.0, 1.5) if fmt == NVFP4 else (4.0, 1.0)
+    q = np.zeros((1, sizes.num_q_heads, sizes.head_dim))
+    q[..., lane] = 1.0
+    keys = np.zeros((2, sizes.num_kv_heads, sizes.head_dim), np.float32)
+    values = np.zeros_like(keys)
+    keys[1, :, lane], values[1] = c, v
+    case = build_case(fmt, q, [keys], [values], block_size=sizes.block_size, inv_sqrt_d=1.0, options=options)
+    return case, np.full(case.q.shape, v / (1.0 + math.exp(-c)))
+
+
+def fixture_p(
+    fmt: CacheFormat, poison: Poison = Poison.NAN, shape: Shape | None = None
+) -> tuple[PagedCase, F64]:
+    """U with n = [1, 3] and tails of poison: BF16 1.0 and 2.0, quantised 1.5 and 3.5.
+
+    Every other fixture is poisoned too; built again with `Poison.QUIET` it must give the same bits.
+    """
+    return fixture_u(fmt, [1, 3], shape, options=Options(poison=poison, unused_column=-1, q_gap=24))
+
+
+def _zero_query_case(
+    fmt: CacheFormat,
+    seq_lens: Sequence[int],
+    shape: Shape | None,
+    values: Values,
+    window: int,
+    options: Options | None,
+) -> PagedCase:
+    """q = 0 over random finite keys, which therefore must not matter."""
+    sizes = shape or Shape()
+    rng = np.random.default_rng(7)
+    keys = [rng.standard_normal((n, sizes.num_kv_heads, sizes.head_dim)).astype(np.float32) for n in seq_lens]
+    q = np.zeros((len(seq_lens), sizes.num_q_heads, sizes.head_dim))
+    tokens: list[npt.NDArray[Any]] = [values(n, sizes) for n in seq_lens]
+    return build_case(fmt, q, keys, tokens, block_size=sizes.block_size, window=window, options=options)
+
+
+def _first(n: int, window: int) -> int:
+    return max(0, n - window) if window else 0
+
+
+def _where_live(case: PagedCase, row: F64) -> F64:
+    """``row`` for every sequence that has keys, 0 for the others."""
+    live = (case.seq_lens > 0).astype(np.float64)[:, None, None]
+    return np.broadcast_to(live * row, case.q.shape).copy()
