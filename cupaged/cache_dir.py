@@ -19,13 +19,16 @@ def cache_dir() -> Path:
     ``$CUPAGED_CACHE_DIR``, else ``$XDG_CACHE_HOME/cupaged``, else ``~/.cache/cupaged``. Where that cannot
     be written: a folder of this process alone, with one warning.
     """
-    wanted = _wanted_dir()
+    try:
+        wanted = _wanted_dir()
+    except RuntimeError as error:  # no home directory
+        return _fallback("a home directory", str(error))
     try:
         wanted.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=wanted):
             return wanted
     except OSError as error:
-        return _fallback(wanted, error.strerror or str(error))
+        return _fallback(str(wanted), error.strerror or str(error))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -40,7 +43,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             try:
                 file.write(content)
                 file.close()
-                os.replace(temporary, path)
+                temporary.replace(path)
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
@@ -53,11 +56,10 @@ def _wanted_dir() -> Path:
         return Path(own).expanduser().absolute()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).absolute() / "cupaged"
-    # expanduser() leaves "~" where the user has no home, and mkdir then makes no sense of it.
-    return Path(os.path.expanduser("~")).absolute() / ".cache" / "cupaged"
+    return Path.home() / ".cache" / "cupaged"
 
 
-def _fallback(wanted: Path, reason: str) -> Path:
+def _fallback(wanted: str, reason: str) -> Path:
     global _temporary
     with _lock:
         if _temporary is None:

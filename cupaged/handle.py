@@ -5,13 +5,23 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError, KernelSourceError
-from cupaged.registry import DTYPES, MAX_GRID_X, MAX_GRID_YZ, Grid, KernelEntry, check_constant, find
+from cupaged.registry import (
+    DTYPES,
+    MAX_GRID_X,
+    MAX_GRID_YZ,
+    Constants,
+    Grid,
+    KernelEntry,
+    check_constant,
+    find,
+)
 from cupaged.source import KernelSource, Parameter, kernels_dir, read_parameters
 
 if TYPE_CHECKING:
@@ -49,22 +59,25 @@ def _layout(parameters: tuple[Parameter, ...]) -> ParameterLayout:
     return ParameterLayout(parameters)
 
 
+@dataclass(frozen=True)
 class Specialisation:
     """One compiled kernel with its geometry.
 
     Attributes:
         loaded: the backend's kernel.
         block: threads, or None for kernels of the user's own.
+        grid: grid from the launch's argument values, or None for kernels of the user's own.
         shared_mem: bytes of dynamic shared memory the kernel itself asks for.
+        cooperative: its blocks must all be resident at once.
+        constants: its compile-time constants.
     """
 
-    def __init__(
-        self, loaded: LoadedKernel, block: Grid | None, grid: Callable[[Sequence[Value]], Grid] | None
-    ) -> None:
-        self.loaded = loaded
-        self.block = block
-        self.shared_mem = 0
-        self.grid = grid
+    loaded: LoadedKernel
+    block: Grid | None = None
+    grid: Callable[[Sequence[Value]], Grid] | None = None
+    shared_mem: int = 0
+    cooperative: bool = False
+    constants: Constants = field(default_factory=dict)
 
 
 class KernelHandle:
@@ -117,7 +130,7 @@ class KernelHandle:
         """True for the package's kernels, whose grid and block follow from the launch's scalars."""
         return self.known is not None
 
-    def warm(self, **spec: int) -> KernelHandle:
+    def warm(self, **spec: int) -> Specialisation:
         """Compile and load a specialisation ahead of its first launch (as inside a graph capture).
 
         Args:
@@ -130,8 +143,7 @@ class KernelHandle:
         if self.known is None:
             if spec:
                 raise ArgumentValueError(f"{self.entry}: got {sorted(spec)}, macros are given to gpu.kernel")
-            self.select([])
-            return self
+            return self.select([])
         self._check_constants(self.known, spec)
         full = {**self._pinned, **spec}
         self._check_pinned(full)
@@ -139,8 +151,7 @@ class KernelHandle:
             raise ArgumentValueError(
                 f"{self.entry}: got constants {sorted(full)}, needed are {sorted(self.known.spec_names)}"
             )
-        self._specialise({name: int(full[name]) for name in self.known.spec_names})
-        return self
+        return self._specialise({name: int(full[name]) for name in self.known.spec_names})
 
     def _check_constants(self, known: KernelEntry, given: Mapping[str, int | str]) -> None:
         unknown = set(given) - set(known.spec_names)
@@ -172,7 +183,7 @@ class KernelHandle:
         if self.known is None:
             defines = tuple((name, str(value)) for name, value in self._pinned.items())
             source = KernelSource(self.path, self.entry, self.parameters, defines)
-            return Specialisation(self.gpu.load(source), None, None)
+            return Specialisation(self.gpu.load(source))
         scalars = {name: int(values[self._index[name]]) for name in self.known.scalar_names}
         spec = self.known.specialise(scalars)
         self._check_pinned(spec)
@@ -185,15 +196,23 @@ class KernelHandle:
         key = tuple(spec.items())
         found = self._by_spec.get(key)
         if found is None:
-            source = KernelSource(self.path, self.entry, self.parameters, known.defines(spec))
+            limits = self.gpu.limits
+            constants = known.constants(spec, limits)
+            source = KernelSource(self.path, self.entry, self.parameters, known.defines(constants))
             indices = tuple(self._index[name] for name in known.grid_names)
             grid = known.grid
 
             def grid_of(values: Sequence[Value]) -> Grid:
-                return grid(tuple([int(values[i]) for i in indices]), spec)
+                return grid(tuple([int(values[i]) for i in indices]), constants, limits)
 
-            found = Specialisation(self.gpu.load(source), known.block(spec), grid_of)
-            self._by_spec[key] = found
+            found = self._by_spec[key] = Specialisation(
+                self.gpu.load(source),
+                known.block(constants),
+                grid_of,
+                known.shared_mem(constants),
+                known.cooperative,
+                constants,
+            )
         return found
 
     def check_array(self, position: int, array: Any) -> None:

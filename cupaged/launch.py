@@ -187,6 +187,7 @@ class KernelLaunch:
             thread.pointers(kernel.layout),
             handle,
             self._objects,
+            chosen.cooperative,
         )
 
     def _check_geometry(self, grid: Grid, block: Grid) -> None:

@@ -144,7 +144,7 @@ def _parse_parameter(declaration: str, entry: str) -> Parameter:
         raise KernelSourceError(f"{entry}: cannot read the parameter {declaration!r}")
     name, type_text = name_match.group(1), words[: name_match.start()]
     if "*" in type_text:
-        pointee = type_text.rpartition("*")[0]
+        pointee = type_text.split("*")[-2]  # `const float** x` is a pointer to pointers it may write
         return Parameter(name, "ptr", const=bool(re.search(r"\bconst\b", pointee)))
     spelling = " ".join(re.sub(r"\bconst\b", " ", type_text).split())
     kind = _SCALAR_KINDS.get(spelling)

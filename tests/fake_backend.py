@@ -15,6 +15,7 @@ from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.handle import HandleFactory, KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.pointers import DevicePtr
+from cupaged.registry import limits_of_capability
 from cupaged.source import KernelSource
 
 _SIZES = {"ptr": 8, "u32": 4, "i32": 4, "u64": 8, "i64": 8, "f32": 4}
@@ -49,6 +50,7 @@ class Launch:
         offsets: of each parameter from the first one, in bytes.
         packed: the bytes of each parameter.
         arguments: parameter position -> object, where one was given.
+        cooperative: all blocks must be resident at once.
     """
 
     source: KernelSource
@@ -59,6 +61,7 @@ class Launch:
     offsets: list[int]
     packed: list[bytes]
     arguments: dict[int, Any]
+    cooperative: bool
 
     @property
     def values(self) -> dict[str, Any]:
@@ -86,6 +89,7 @@ class FakeBackend(HandleFactory):
     name = "fake"
     arch = "none"
     num_sms = 4
+    limits = limits_of_capability(90, 4)
 
     def __init__(self) -> None:
         self.loads: list[KernelSource] = []
@@ -124,6 +128,7 @@ class FakeBackend(HandleFactory):
                 [address - addresses[0] for address in addresses],
                 [ctypes.string_at(a, _SIZES[p.kind]) for a, p in zip(addresses, parameters, strict=True)],
                 dict(arguments),
+                cooperative,
             )
         )
 

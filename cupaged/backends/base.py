@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cupaged.registry import DeviceLimits
 from cupaged.source import KernelSource
 
 
@@ -28,6 +29,10 @@ class GpuBackend(Protocol):
     @property
     def num_sms(self) -> int:
         """Streaming multiprocessors; the emulator says 4."""
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """What kernels are shaped by; the emulator says what it would be on sm_90."""
 
     @property
     def arch(self) -> str:

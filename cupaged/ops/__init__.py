@@ -7,6 +7,11 @@ ints and floats; pointers are ints, `cupaged.DevicePtr` or arrays that live on t
 from cupaged.ops.absmax import bf16_absmax, bf16_absmax_rows
 from cupaged.ops.cache_write import reshape_and_cache_bf16, reshape_and_cache_fp8, reshape_and_cache_nvfp4
 from cupaged.ops.decode import paged_decode_attn_bf16, paged_decode_attn_fp8, paged_decode_attn_nvfp4
+from cupaged.ops.planned import (
+    paged_decode_attn_planned_bf16,
+    paged_decode_attn_planned_fp8,
+    paged_decode_attn_planned_nvfp4,
+)
 from cupaged.ops.splitk import (
     paged_decode_attn_reduce_fp8,
     paged_decode_attn_reduce_nvfp4,
@@ -23,6 +28,9 @@ __all__ = [
     "paged_decode_attn_bf16",
     "paged_decode_attn_fp8",
     "paged_decode_attn_nvfp4",
+    "paged_decode_attn_planned_bf16",
+    "paged_decode_attn_planned_fp8",
+    "paged_decode_attn_planned_nvfp4",
     "paged_decode_attn_reduce_fp8",
     "paged_decode_attn_reduce_nvfp4",
     "paged_decode_attn_splitk_bf16",

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+import numpy as np
+
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import checked_scale
 from cupaged.handle import KernelHandle
@@ -44,7 +46,7 @@ _Parameters = ParamSpec("_Parameters")
 def launcher(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
     """Makes a function the launcher of the kernel that has its name.
 
-    The handle given must be that kernel's, or one of the caller's own. Parameters annotated as int arrive as
+    The handle given must be that kernel's. Parameters annotated as int arrive as
     int: products of NumPy integers overflow, and what is no integer would fail in them without a name.
     """
     signature = inspect.signature(function).parameters
@@ -72,8 +74,8 @@ def launcher(function: Callable[_Parameters, None]) -> Callable[_Parameters, Non
 def _check_kernel(kernel: object, entry: str) -> None:
     if not isinstance(kernel, KernelHandle):
         raise ArgumentTypeError(f"kernel: got {kernel!r}, allowed is a handle that gpu.kernel made")
-    if kernel.entry != entry and kernel.known is not None:
-        raise ArgumentValueError(f"kernel: got {kernel.entry}, this launcher launches {entry}")
+    if kernel.entry != entry or kernel.known is None:
+        raise ArgumentValueError(f"kernel: got {kernel!r}, this launcher launches {entry}")
 
 
 def check_positive(**sizes: int) -> None:
@@ -92,17 +94,22 @@ def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
         )
 
 
+def _is_array(value: Any) -> bool:
+    """True for objects that know how many elements they have, and are no address."""
+    if type(value) is int or isinstance(value, np.generic):
+        return False
+    return isinstance(getattr(value, "size", None), int)
+
+
 def check_size(name: str, value: Any, needed: int) -> None:
     """An array holds at least that many elements."""
-    if type(value) is not int:
-        size = getattr(value, "size", None)
-        if isinstance(size, int) and size < needed:
-            raise ArgumentValueError(f"{name}: got {size} elements, needed are {needed}")
+    if _is_array(value) and value.size < needed:
+        raise ArgumentValueError(f"{name}: got {value.size} elements, needed are {needed}")
 
 
 def check_row_stride(name: str, stride: int, row: int, count: int, array: Any, array_name: str) -> None:
     """Rows do not overlap, and an array's own stride agrees with the one given."""
-    strides = None if type(array) is int else getattr(array, "strides", None)
+    strides = getattr(array, "strides", None) if _is_array(array) else None
     if count > 1 and strides and len(strides) > 1 and array.shape[0] > 1:
         own = strides[0] / array.dtype.itemsize
         if own != stride:
@@ -116,13 +123,13 @@ def check_rows(name: str, stride: int, row: int, count: int, array: Any, array_n
     """Rows do not overlap, and an array reaches to the end of the last one."""
     if stride < row and count > 1:
         raise ArgumentValueError(f"{name}: got {stride}, a row has {row} elements")
-    reach = None if type(array) is int else getattr(array, "size", None)
-    if not isinstance(reach, int):
+    if not _is_array(array):
         return
+    reach = array.size
     if reach and getattr(array, "strides", None):
         steps = zip(array.shape, array.strides, strict=True)
         reach = 1 + sum((length - 1) * abs(step) for length, step in steps) // array.dtype.itemsize
-    needed = (count - 1) * stride + row if count > 0 else 0
+    needed = (count - 1) * stride + row if count > 0 and row > 0 else 0
     if reach < needed:
         raise ArgumentValueError(f"{array_name}: reaches over {reach} elements, needed are {needed}")
 
@@ -168,9 +175,7 @@ def pool_blocks(
     """
     blocks = check_num_blocks(num_blocks)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if type(cache) is int:
-            continue
-        nbytes = getattr(cache, "nbytes", None)
+        nbytes = None if isinstance(cache, (int, np.generic)) else getattr(cache, "nbytes", None)
         if not isinstance(nbytes, int):
             continue
         held = (nbytes - block_bytes) // stride_bytes + 1 if nbytes >= block_bytes else 0

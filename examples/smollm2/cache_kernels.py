@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,8 @@ class Lookup:
 class CacheKernels(abc.ABC):
     """Writes tokens into pools of one format and attends over them.
 
+    The kernels are compiled when it is made, side by side, so that no step has to wait for a compiler.
+
     Args:
         gpu: the backend.
         layout: of the pools.
@@ -78,8 +81,22 @@ class CacheKernels(abc.ABC):
         self.single_pass = gpu.kernel(decode, decode)
         self.split_k = gpu.kernel(decode, f"paged_decode_attn_splitk_{name}")
         self.reducer = gpu.kernel("paged_decode_attn_reduce", reduce)
+        self._compile()
         self._reduce = getattr(ops, reduce)
         self._workspaces: dict[tuple[int, int], Any] = {}
+
+    def _compile(self) -> None:
+        head_dim, block_size = self.layout.head_dim, self.layout.block_size
+        ratio = self.num_q_heads // self.layout.num_kv_heads
+        decode = {"head_dim": head_dim, "gqa_ratio": ratio, "block_size": block_size}
+        constants = [
+            (self.writer, {"head_dim": head_dim, "block_size": block_size}),
+            (self.single_pass, decode),
+            (self.split_k, decode),
+            (self.reducer, {"head_dim": head_dim}),
+        ]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda pair: pair[0].warm(**pair[1]), constants))
 
     def write(self, key: Any, value: Any, pools: Pools, slots: Any) -> None:
         """Store tokens.

@@ -6,6 +6,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from threadpoolctl import threadpool_limits
+
 from cupaged.backends.base import GpuBackend
 from cupaged.errors import BackendUnavailableError
 
@@ -32,6 +34,8 @@ class Device:
 
 def choose_device(backend: str = "auto") -> Device:
     """The device asked for; ``"auto"`` takes a GPU when there is one and the emulator otherwise.
+
+    Taking the emulator limits this process's BLAS library to one thread.
 
     Raises:
         ValueError: no such backend.
@@ -71,4 +75,7 @@ def _cupy(reason: str) -> Device:
 def _emulator(reason: str) -> Device:
     from cupaged import EmulatorBackend
 
-    return Device(EmulatorBackend(), importlib.import_module("numpy"), reason)
+    # A decode step is 200 short matrix products and launches. Threads gain little in any of them and must
+    # meet after each: where something else wants a core, that makes the whole several times slower.
+    threadpool_limits(1, user_api="blas")
+    return Device(EmulatorBackend(workers=1), importlib.import_module("numpy"), reason)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +19,7 @@ def fifo() -> EmulatorBackend:
 
 
 @pytest.fixture
-def own_cache(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
     monkeypatch.setenv("CUPAGED_CACHE_DIR", str(tmp_path / "cache"))
-    yield tmp_path / "cache"
+    return tmp_path / "cache"

@@ -47,6 +47,4 @@ def _launch_cooperatively(
     base = ctypes.addressof(view)
     pointers = (ctypes.c_void_p * len(values))(*[base + offset for offset in kernel.layout.offsets])
     loaded = kernel.select(values).loaded
-    gpu.launch_packed(
-        loaded, grid, block, shared_mem, ctypes.addressof(pointers), 0, {}, cooperative=True
-    )
+    gpu.launch_packed(loaded, grid, block, shared_mem, ctypes.addressof(pointers), 0, {}, cooperative=True)

@@ -25,7 +25,8 @@ def test_packing_rounds_to_nearest_even(fifo: EmulatorBackend) -> None:
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(f16[~nan], values[~nan].astype(np.float16).view(np.uint16))
     np.testing.assert_array_equal(bf16[~nan], values[~nan].astype(ml_dtypes.bfloat16).view(np.uint16))
-    assert (f16[nan] == 0x7FFF).all() and (bf16[nan] == 0x7FFF).all()
+    assert (f16[nan] == 0x7FFF).all()
+    assert (bf16[nan] == 0x7FFF).all()
 
 
 def test_half_products(fifo: EmulatorBackend) -> None:
@@ -112,7 +113,7 @@ def test_mixed_signedness_compares_unsigned(fifo: EmulatorBackend) -> None:
 
 
 @pytest.mark.parametrize(
-    "value, nearest, toward_zero, unsigned",
+    ("value", "nearest", "toward_zero", "unsigned"),
     [
         (2.5, 2, 2, 2),
         (3.5, 4, 3, 4),

@@ -42,8 +42,14 @@ def test_producer_and_consumers(gpu: EmulatorBackend, tiles: int) -> None:
 
 
 def bulk(
-    gpu: EmulatorBackend, *, copied: int = 128, expected: int = 128, offset: int = 0, source: int = 0,
-    wait: int = 1, early: int = 0,
+    gpu: EmulatorBackend,
+    *,
+    copied: int = 128,
+    expected: int = 128,
+    offset: int = 0,
+    source: int = 0,
+    wait: int = 1,
+    early: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     data = gpu.asarray(np.arange(1024).astype(np.uint8))
     out = gpu.zeros(32, np.uint8)
@@ -66,13 +72,14 @@ def test_bulk_copy_wants_multiples_of_16(gpu: EmulatorBackend, wrong: dict[str, 
     with pytest.raises(AsyncCopyFault, match="multiples of 16") as caught:
         bulk(gpu, **wrong)
     assert caught.value.kernel == "one_bulk_copy"
-    assert caught.value.block == (0, 0, 0) and caught.value.thread == (0, 0, 0)
+    assert caught.value.block == (0, 0, 0)
+    assert caught.value.thread == (0, 0, 0)
 
 
 def test_more_bytes_than_expected(gpu: EmulatorBackend) -> None:
     for seed in range(4):
         gpu.seed = seed
-        with pytest.raises(AsyncCopyFault, match="more bytes landed|still expects 112 bytes"):
+        with pytest.raises(AsyncCopyFault, match=r"more bytes landed|still expects 112 bytes"):
             bulk(gpu, expected=112)
 
 
@@ -87,7 +94,7 @@ def test_a_copy_nobody_waits_for(fifo: EmulatorBackend) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, message",
+    ("kind", "message"),
     [
         (0, "not initialised"),
         (1, "arrivals 0"),

@@ -12,7 +12,7 @@ from tests.emulator.launching import launch
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("name, dtype", [("u32", np.uint32), ("i32", np.int32), ("u64", np.uint64)])
+@pytest.mark.parametrize(("name", "dtype"), [("u32", np.uint32), ("i32", np.int32), ("u64", np.uint64)])
 def test_integer_atomics(gpu: EmulatorBackend, name: str, dtype: type, workers: int) -> None:
     gpu.workers = workers
     info = np.iinfo(dtype)
@@ -47,8 +47,11 @@ def test_exchange_and_wrapping_counters(gpu: EmulatorBackend) -> None:
     launch(gpu, "atomics", "ordered_atomics", cells, old, block=64)
     assert sorted([*old[:, 0], cells[0]]) == list(range(65))
     counts = np.bincount(old[:, 1], minlength=5)
-    assert counts.sum() == 64 and counts.max() - counts.min() <= 1 and cells[1] == 64 % 5
-    assert set(old[:, 2]) == {0, 1, 2, 3, 4} and cells[2] == (2 - 64) % 5
+    assert counts.sum() == 64
+    assert counts.max() - counts.min() <= 1
+    assert cells[1] == 64 % 5
+    assert set(old[:, 2]) == {0, 1, 2, 3, 4}
+    assert cells[2] == (2 - 64) % 5
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -56,7 +59,8 @@ def test_spin_lock(gpu: EmulatorBackend, workers: int) -> None:
     gpu.workers = workers
     lock, total = gpu.zeros(1, np.uint32), gpu.zeros(1, np.uint64)
     launch(gpu, "atomics", "spin_lock", lock, total, grid=(4, 1, 1), block=64)
-    assert total[0] == 256 and lock[0] == 0
+    assert total[0] == 256
+    assert lock[0] == 0
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -66,7 +70,8 @@ def test_last_block_sees_all_others(gpu: EmulatorBackend, workers: int) -> None:
     for _ in range(3):
         out[0] = 0
         launch(gpu, "atomics", "last_block_sums", partial, counter, out, grid=(40, 1, 1), block=64)
-        assert out[0] == 820 and counter[0] == 0
+        assert out[0] == 820
+        assert counter[0] == 0
 
 
 def test_acquire_waits_for_release(gpu: EmulatorBackend) -> None:

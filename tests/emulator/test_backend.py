@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,15 @@ def test_cache_is_used_and_holds_nothing_half_made(own_cache: Path) -> None:
     assert len(list(folder.iterdir())) == 4
 
 
+def test_cache_that_is_deleted_or_moved_meanwhile(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = EmulatorBackend()
+    launch(gpu, "geometry", "nothing")
+    monkeypatch.setenv("CUPAGED_CACHE_DIR", str(own_cache / "moved"))
+    launch(gpu, "collectives", "active", np.zeros(32, np.uint32))
+    shutil.rmtree(own_cache)
+    launch(gpu, "collectives", "nested_masks", np.zeros(32, np.uint32))
+
+
 def test_first_compilation_by_many_threads(own_cache: Path) -> None:
     failures: list[BaseException] = []
 
@@ -145,7 +155,9 @@ def test_identity(fifo: EmulatorBackend) -> None:
 
 
 class OnAGpu:
-    __cuda_array_interface__ = {"data": (4096, False)}
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"data": (4096, False)}
 
 
 class StreamProtocol:
@@ -186,7 +198,9 @@ def test_streams(fifo: EmulatorBackend) -> None:
 
 def test_allocation(fifo: EmulatorBackend) -> None:
     fresh = fifo.empty((3, 5), np.float32)
-    assert fresh.shape == (3, 5) and np.isnan(fresh).all() and fresh.ctypes.data % memory.ALIGNMENT == 0
+    assert fresh.shape == (3, 5)
+    assert np.isnan(fresh).all()
+    assert fresh.ctypes.data % memory.ALIGNMENT == 0
     assert fifo.zeros(7, np.int64).tolist() == [0] * 7
     assert fifo.empty((0, 4), np.uint8).shape == (0, 4)
     with pytest.raises(ArgumentValueError, match="negative"):
@@ -197,7 +211,8 @@ def test_allocation(fifo: EmulatorBackend) -> None:
 def test_asarray_copies_and_keeps_the_dtype(fifo: EmulatorBackend, dtype: type) -> None:
     host = np.arange(12).astype(dtype).reshape(3, 4).T
     device = fifo.asarray(host)
-    assert device.dtype == host.dtype and device.flags.c_contiguous
+    assert device.dtype == host.dtype
+    assert device.flags.c_contiguous
     np.testing.assert_array_equal(device, host)
     assert not np.shares_memory(device, host)
     back = fifo.to_host(device)

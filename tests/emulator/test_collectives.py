@@ -36,7 +36,7 @@ def random_partition(rng: np.random.Generator) -> np.ndarray:
 
 @pytest.mark.parametrize("width", [32, 16, 8, 2, 1])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name, dtype", [("u32", np.uint32), ("u64", np.uint64), ("f32", np.float32)])
+@pytest.mark.parametrize(("name", "dtype"), [("u32", np.uint32), ("u64", np.uint64), ("f32", np.float32)])
 def test_full_shuffles(gpu: EmulatorBackend, kind: str, width: int, name: str, dtype: type) -> None:
     rng = np.random.default_rng(width)
     values = gpu.asarray(rng.integers(0, 2**31, 96).astype(dtype))
@@ -45,7 +45,18 @@ def test_full_shuffles(gpu: EmulatorBackend, kind: str, width: int, name: str, d
         operands[:] = operands[0]
     masks = gpu.asarray(np.full(32, FULL, np.uint32))
     out = gpu.zeros(96, dtype)
-    launch(gpu, "collectives", f"shuffle_{name}", values, out, operands, masks, KINDS.index(kind), width, block=96)
+    launch(
+        gpu,
+        "collectives",
+        f"shuffle_{name}",
+        values,
+        out,
+        operands,
+        masks,
+        KINDS.index(kind),
+        width,
+        block=96,
+    )
     sources = [i // 32 * 32 + source_lane(kind, i % 32, int(operands[i]), width) for i in range(96)]
     np.testing.assert_array_equal(out, values[sources])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_many_small_blocks(gpu: EmulatorBackend) -> None:
 
 def test_stacks_are_reused(fifo: EmulatorBackend) -> None:
     def mappings() -> int:
-        with open("/proc/self/maps") as maps:
+        with Path("/proc/self/maps").open() as maps:
             return sum(1 for _ in maps)
 
     total = fifo.zeros(1, np.uint32)

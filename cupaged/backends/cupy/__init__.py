@@ -14,6 +14,7 @@ from cupaged.backends.cupy import cubin_cache, nvrtc
 from cupaged.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, LaunchError
 from cupaged.handle import HandleFactory
 from cupaged.pointers import DevicePtr
+from cupaged.registry import DeviceLimits
 from cupaged.source import KernelSource
 
 _STATIC_SHARED_LIMIT = 48 * 1024  # more dynamic shared memory than this must be asked for
@@ -75,11 +76,15 @@ class CupyBackend(HandleFactory):
         if not 0 <= self.device < count:
             raise BackendUnavailableError(f"device: got {self.device}, there are {count} CUDA devices")
         properties = self._cupy.cuda.Device(self.device).attributes
-        self._num_sms = int(properties["MultiProcessorCount"])
-        self._max_shared = int(properties["MaxSharedMemoryPerBlockOptin"])
         capability = (
             int(properties["ComputeCapabilityMajor"]),
             int(properties["ComputeCapabilityMinor"]),
+        )
+        self._limits = DeviceLimits(
+            num_sms=int(properties["MultiProcessorCount"]),
+            shared_per_block=int(properties["MaxSharedMemoryPerBlockOptin"]),
+            shared_per_sm=int(properties["MaxSharedMemoryPerMultiprocessor"]),
+            bulk_copies=capability >= (9, 0),
         )
         self._target = nvrtc.choose_target(capability, nvrtc.supported_archs())
         self._modules: dict[tuple[object, ...], Any] = {}
@@ -88,7 +93,12 @@ class CupyBackend(HandleFactory):
     @property
     def num_sms(self) -> int:
         """Streaming multiprocessors."""
-        return self._num_sms
+        return self._limits.num_sms
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """Facts about this GPU that kernels are shaped by."""
+        return self._limits
 
     @property
     def arch(self) -> str:
@@ -142,9 +152,9 @@ class CupyBackend(HandleFactory):
                 runtime.setDevice(current)
 
     def _allow_shared(self, kernel: CupyKernel, num_bytes: int) -> None:
-        if num_bytes > self._max_shared:
+        if num_bytes > self._limits.shared_per_block:
             raise ArgumentValueError(
-                f"{kernel.source.entry}: shared_mem is {num_bytes} bytes, this GPU allows {self._max_shared}"
+                f"{kernel.source.entry}: shared_mem is {num_bytes} bytes, this GPU allows {self._limits.shared_per_block}"
             )
         attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._driver.funcSetAttribute(kernel.function, attribute, num_bytes)

@@ -7,20 +7,20 @@ results agree with a GPU's up to the roundings of fused and approximate operatio
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cupaged.backends.base import LoadedKernel
 from cupaged.backends.emulator import build, memory
 from cupaged.backends.emulator.compiler import find_compiler
 from cupaged.backends.emulator.library import SCHEDULES, KernelLibrary, LaunchRequest, Runtime
 from cupaged.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError
 from cupaged.handle import HandleFactory
+from cupaged.registry import DeviceLimits, limits_of_capability
 from cupaged.source import KernelSource
 
 __all__ = ["EmulatedKernel", "EmulatorBackend"]
@@ -35,10 +35,12 @@ class EmulatedKernel:
 
     Attributes:
         source: what it was compiled from.
+        runtime: what runs it.
         library: its code.
     """
 
     source: KernelSource
+    runtime: Runtime
     library: KernelLibrary
 
 
@@ -89,10 +91,12 @@ class EmulatorBackend(HandleFactory):
         self.stack_bytes = -(-_at_least("stack_bytes", stack_bytes, _MIN_STACK) // _PAGE) * _PAGE
         self._compiler = find_compiler()
         self._memory = memory.DeviceMemory()
-        self._lock = threading.Lock()
-        self._runtime: Runtime | None = None
-        self._runtime_path = Path()
         self._kernels: dict[tuple[object, ...], EmulatedKernel] = {}
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """Those of an sm_90 GPU with `num_sms` multiprocessors."""
+        return limits_of_capability(90, self.num_sms)
 
     def load(self, source: KernelSource) -> EmulatedKernel:
         """Compile (or fetch from disk) and load.
@@ -104,30 +108,25 @@ class EmulatorBackend(HandleFactory):
         key = (source.path, source.entry, source.defines, source.digest())
         found = self._kernels.get(key)
         if found is None:
-            runtime = self._loaded_runtime()
-            path = build.kernel_library(self._compiler, source, self._runtime_path)
-            found = self._kernels[key] = EmulatedKernel(source, KernelLibrary(path, runtime))
+            # Asked for each time: kernels are stored beside their runtime, and the cache may have moved.
+            runtime_path = build.runtime_library(self._compiler, self._runtime_defines())
+            runtime = Runtime.of(runtime_path)
+            path = build.kernel_library(self._compiler, source, runtime_path)
+            found = self._kernels[key] = EmulatedKernel(source, runtime, KernelLibrary(path, runtime))
         return found
-
-    def _loaded_runtime(self) -> Runtime:
-        with self._lock:
-            if self._runtime is None:
-                self._runtime_path = build.runtime_library(self._compiler, self._runtime_defines())
-                self._runtime = Runtime.of(self._runtime_path)
-            return self._runtime
 
     def _runtime_defines(self) -> tuple[str, ...]:
         return ()
 
     def launch_packed(
         self,
-        kernel: EmulatedKernel,
+        kernel: LoadedKernel,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared_mem: int,
         params: int,
-        stream: int,
-        arguments: Mapping[int, Any],
+        stream: int,  # noqa: ARG002
+        arguments: Mapping[int, Any],  # noqa: ARG002
         cooperative: bool = False,
     ) -> None:
         """Run a launch to its end; see `GpuBackend.launch_packed`.
@@ -136,6 +135,8 @@ class EmulatorBackend(HandleFactory):
             LaunchError: geometry or shared memory beyond what a GPU allows.
             KernelFault: the kernel deadlocks, uses a wrong mask, and so on.
         """
+        if not isinstance(kernel, EmulatedKernel):
+            raise ArgumentTypeError(f"kernel: got {type(kernel).__name__}, allowed is what `load` returns")
         library = kernel.library
         request = LaunchRequest(
             library.entry,
@@ -150,7 +151,7 @@ class EmulatorBackend(HandleFactory):
             self.workers,
             cooperative,
         )
-        self._loaded_runtime().launch(request, kernel.source.entry)
+        kernel.runtime.launch(request, kernel.source.entry)
 
     def pointer(self, value: Any) -> int:
         """Address of a NumPy array, a `DevicePtr` or a NumPy integer; arrays of a real GPU are refused."""
@@ -176,9 +177,9 @@ class EmulatorBackend(HandleFactory):
         """Copy of a device array."""
         if not isinstance(array, np.ndarray):
             raise ArgumentTypeError(f"array: got {type(array).__name__}, allowed is a NumPy array")
-        return array.copy()
+        return np.array(array)
 
-    def memset(self, pointer: int, value: int, num_bytes: int, stream: int) -> None:
+    def memset(self, pointer: int, value: int, num_bytes: int, stream: int) -> None:  # noqa: ARG002
         """Fill bytes."""
         memory.fill(pointer, value, num_bytes)
 

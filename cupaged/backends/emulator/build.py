@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import tempfile
@@ -17,7 +16,7 @@ from cupaged.cache_dir import cache_dir
 from cupaged.source import KernelSource
 
 _ROOM = Path(__file__).resolve().parent
-_INCLUDE = _ROOM / "include"
+INCLUDE = _ROOM / "include"
 _RUNTIME = _ROOM / "runtime"
 
 # No contraction: a * b + c must round twice, as it is written. Hidden symbols: static variables of inline
@@ -65,12 +64,12 @@ def kernel_library(compiler: Compiler, source: KernelSource, runtime: Path) -> P
     defines = [f"-D{name}={value}" for name, value in source.defines]
     flags = [*_KERNEL_FLAGS, *_LINK_FLAGS, *defines]
     key = _key(compiler, [*flags, runtime.name, source.path.name, source.entry, source.digest()])
-    include_dirs = [f"-I{folder}" for folder in (*source.include_dirs, _INCLUDE)]
+    include_dirs = [f"-I{folder}" for folder in (*source.include_dirs, INCLUDE)]
 
     def compile_to(output: Path) -> None:
         unit = output.with_suffix(".cpp")
         unit.write_text(f'#include "{source.path}"\nCUPAGED_EMULATOR_EXPORT({source.entry})\n')
-        options = [*flags, *include_dirs, "-include", str(_INCLUDE / "cupaged_emulator.h"), str(unit)]
+        options = [*flags, *include_dirs, "-include", str(INCLUDE / "cupaged_emulator.h"), str(unit)]
         options += ["-o", str(output), str(runtime), "-Wl,-rpath,$ORIGIN", "-Wl,-Bsymbolic"]
         compiler.run(options, f"{source.path.name}: {source.entry}", output.parent)
 
@@ -86,7 +85,7 @@ def _key(compiler: Compiler, parts: list[str]) -> str:
 def _sources_digest() -> str:
     """Digest of the emulator's own C++ sources."""
     digest = hashlib.sha256()
-    for path in sorted([*_INCLUDE.rglob("*.h"), *_RUNTIME.iterdir()]):
+    for path in sorted([*INCLUDE.rglob("*.h"), *_RUNTIME.iterdir()]):
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
@@ -106,7 +105,7 @@ def _cached(name: str, compile_to: Callable[[Path], None]) -> Path:
             work = Path(tempfile.mkdtemp(prefix=".build-", dir=folder))
             try:
                 compile_to(work / "library.so")
-                os.replace(work / "library.so", final)
+                (work / "library.so").replace(final)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     return final

@@ -51,7 +51,9 @@ class Compiler:
         """
         command = [*self.command, *options]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=cwd, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", cwd=cwd, check=False
+            )
         except OSError as error:
             raise CompileError(
                 f"{subject}: the compiler does not start", log=str(error), command=shlex.join(command)
@@ -94,5 +96,7 @@ def _identity(command: tuple[str, ...]) -> str:
             [*command, "--version"], capture_output=True, text=True, errors="replace", check=False
         )
     except OSError as error:
-        raise BackendUnavailableError(f"the C++ compiler {shlex.join(command)} does not start: {error}") from error
+        raise BackendUnavailableError(
+            f"the C++ compiler {shlex.join(command)} does not start: {error}"
+        ) from error
     return "\n".join((shlex.join(command), done.stdout, platform.machine()))

@@ -1,5 +1,9 @@
 #include "ptx.cuh"
 
+#ifndef SPEC_PENDING
+#define SPEC_PENDING 1
+#endif
+
 constexpr u32 STAGES = 3;
 constexpr u32 THREADS = 64;
 
@@ -42,7 +46,8 @@ extern "C" __global__ void bulk_ring(const float* in, float* out, u32 tiles) {
   __shared__ __align__(128) float ring[STAGES][TILE];
   __shared__ u64 full[STAGES], empty[STAGES];
   if (threadIdx.x == 0) {
-    for (u32 s = 0; s < STAGES; s++) ptx::mbarrier_init(&full[s], 1), ptx::mbarrier_init(&empty[s], TILE);
+    for (u32 s = 0; s < STAGES; s++)
+      ptx::mbarrier_init(&full[s], 1), ptx::mbarrier_init(&empty[s], TILE);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
@@ -67,10 +72,10 @@ extern "C" __global__ void bulk_ring(const float* in, float* out, u32 tiles) {
   }
 }
 
-// One bulk copy with things to do wrong: misaligned by `offset` bytes, `expected` bytes announced, waited
-// for or not, read before or after the wait.
-extern "C" __global__ void one_bulk_copy(const u8* in, u8* out, u32 bytes, u32 expected, u32 offset, u32 wait,
-                                         u32 read_early) {
+// One bulk copy with things to do wrong: misaligned by `offset` bytes, `expected` bytes announced,
+// waited for or not, read before or after the wait.
+extern "C" __global__ void one_bulk_copy(const u8* in, u8* out, u32 bytes, u32 expected, u32 offset,
+                                         u32 wait, u32 read_early) {
   __shared__ __align__(128) u8 buffer[512];
   __shared__ u64 barrier;
   if (threadIdx.x == 0) ptx::mbarrier_init(&barrier, 1);
@@ -81,6 +86,7 @@ extern "C" __global__ void one_bulk_copy(const u8* in, u8* out, u32 bytes, u32 e
   }
   __syncthreads();
   if (read_early) out[threadIdx.x] = buffer[threadIdx.x];
+  __syncthreads();
   if (wait) ptx::mbarrier_wait_parity(&barrier, 0);
   if (!read_early) out[threadIdx.x] = buffer[threadIdx.x];
 }

@@ -10,7 +10,8 @@ DEVICE T shuffle(i32 kind, u32 mask, T value, i32 operand, i32 width) {
 
 // Lanes of masks[lane] shuffle among each other; masks[lane] 0 takes no part.
 template <class T>
-DEVICE void shuffle_once(const T* in, T* out, const i32* operands, const u32* masks, i32 kind, i32 width) {
+DEVICE void shuffle_once(const T* in, T* out, const i32* operands, const u32* masks, i32 kind,
+                         i32 width) {
   const u32 i = threadIdx.x, lane = i % 32;
   if (masks[lane] == 0u) return;
   out[i] = shuffle(kind, masks[lane], in[i], operands[i], width);
@@ -24,8 +25,8 @@ extern "C" __global__ void shuffle_u64(const u64* in, u64* out, const i32* opera
                                        i32 kind, i32 width) {
   shuffle_once(in, out, operands, masks, kind, width);
 }
-extern "C" __global__ void shuffle_f32(const float* in, float* out, const i32* operands, const u32* masks,
-                                       i32 kind, i32 width) {
+extern "C" __global__ void shuffle_f32(const float* in, float* out, const i32* operands,
+                                       const u32* masks, i32 kind, i32 width) {
   shuffle_once(in, out, operands, masks, kind, width);
 }
 

@@ -22,7 +22,8 @@ extern "C" __global__ void parameters(double* out, u32 a, i32 b, u64 c, i64 d, f
 
 extern "C" __global__ void sizes(u32* out) {
   out[0] = alignof(uchar4), out[1] = alignof(short2), out[2] = alignof(int3), out[3] = alignof(float2);
-  out[4] = alignof(uint4), out[5] = alignof(longlong2), out[6] = sizeof(float3), out[7] = sizeof(double4);
+  out[4] = alignof(uint4), out[5] = alignof(longlong2), out[6] = sizeof(float3),
+  out[7] = sizeof(double4);
   __shared__ __align__(128) u8 aligned[3];
   out[8] = static_cast<u32>(reinterpret_cast<u64>(aligned) % 128);
   DYNAMIC_SHARED(u8, dynamic);

@@ -2,15 +2,15 @@
 // with the system C++ compiler. Includes no host header, so that compiling stays fast and nothing but
 // CUDA's own names is visible.
 #pragma once
+#include "emulator/atomics.h"
+#include "emulator/bits.h"
+#include "emulator/device_math.h"
+#include "emulator/hooks.h"
+#include "emulator/interface.h"
+#include "emulator/kernel_export.h"
 #include "emulator/keywords.h"
 #include "emulator/vector_types.h"
-#include "emulator/interface.h"
-#include "emulator/hooks.h"
-#include "emulator/device_math.h"
-#include "emulator/bits.h"
 #include "emulator/warp.h"
-#include "emulator/atomics.h"
-#include "emulator/kernel_export.h"
 
 #define threadIdx (cupaged_emulator::current->thread_index)
 #define blockIdx (cupaged_emulator::current->block->block_index)

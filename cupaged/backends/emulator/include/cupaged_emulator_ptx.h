@@ -75,7 +75,9 @@ DEVICE void mbarrier_init(u64* barrier, u32 arrivals) {
   cupaged_emulator::mbarrier_init(mbarrier_word(barrier), arrivals);
 }
 DEVICE void mbarrier_init_fence() { cupaged_emulator::note_fence(); }
-DEVICE void mbarrier_arrive(u64* barrier) { cupaged_emulator::mbarrier_arrive(mbarrier_word(barrier), 0); }
+DEVICE void mbarrier_arrive(u64* barrier) {
+  cupaged_emulator::mbarrier_arrive(mbarrier_word(barrier), 0);
+}
 DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
   cupaged_emulator::mbarrier_arrive(mbarrier_word(barrier), bytes);
 }
@@ -83,8 +85,7 @@ DEVICE bool mbarrier_try_wait_parity(u64* barrier, u32 parity) {
   return cupaged_emulator::mbarrier_try_wait(mbarrier_word(barrier), parity);
 }
 DEVICE void mbarrier_wait_parity(u64* barrier, u32 parity) {
-  while (!mbarrier_try_wait_parity(barrier, parity)) {
-  }
+  while (!mbarrier_try_wait_parity(barrier, parity)) {}
 }
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* barrier) {
   cupaged_emulator::bulk_copy(shared, global, bytes, mbarrier_word(barrier));

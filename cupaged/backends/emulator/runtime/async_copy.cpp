@@ -16,17 +16,21 @@ void ThreadCopies::wait(Fiber& owner, unsigned allowed) {
     memcpy(copy.shared, copy.global, copy.bytes);
     order::copy_landed(owner, copy.shared, copy.bytes);
   }
-  pending_.erase(pending_.begin(), pending_.begin() + static_cast<std::ptrdiff_t>(landed));
+  pending_.erase(pending_.begin(), pending_.begin() + static_cast<ptrdiff_t>(landed));
 }
 
 void copy_async(void* shared, const void* global, unsigned bytes) {
   Fiber& self = running();
   Block& block = *self.home;
-  if (reinterpret_cast<uintptr_t>(shared) % bytes != 0 || reinterpret_cast<uintptr_t>(global) % bytes != 0)
-    fault(FaultKind::async_copy, "cp.async of %u bytes: shared address %p and global address %p must be "
-          "multiples of %u", bytes, shared, global, bytes);
+  if (reinterpret_cast<uintptr_t>(shared) % bytes != 0 ||
+      reinterpret_cast<uintptr_t>(global) % bytes != 0)
+    fault(FaultKind::async_copy,
+          "cp.async of %u bytes: shared address %p and global address %p must be "
+          "multiples of %u",
+          bytes, shared, global, bytes);
   if (!block.dynamic.contains(shared, bytes) && !block.worker->static_shared.contains(shared, bytes))
-    fault(FaultKind::async_copy, "cp.async of %u bytes: the target %p is not in shared memory", bytes, shared);
+    fault(FaultKind::async_copy, "cp.async of %u bytes: the target %p is not in shared memory", bytes,
+          shared);
   order::copy_issued(self, shared, global, bytes);
   if (block.worker->schedule == Schedule::random && block.worker->coin()) {
     memcpy(shared, global, bytes);

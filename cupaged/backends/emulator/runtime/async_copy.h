@@ -2,6 +2,7 @@
 // schedules let them land as late as the program allows, with 0xFF bytes at their target until then; the
 // random schedule lets each land at once or late.
 #pragma once
+#include <stddef.h>
 #include <stdint.h>
 
 #include <vector>

@@ -41,10 +41,18 @@ Meeting& meeting_of(Warp& warp, uint32_t mask) {
 void release_barrier(Block& block, Fiber* running_thread) {
   BlockBarrier& barrier = block.barrier;
   switch (barrier.kind) {
-    case BarrierVote::none: barrier.result = 0; break;
-    case BarrierVote::any: barrier.result = barrier.votes != 0; break;
-    case BarrierVote::all: barrier.result = barrier.votes == barrier.arrived; break;
-    case BarrierVote::count: barrier.result = static_cast<int>(barrier.votes); break;
+    case BarrierVote::none:
+      barrier.result = 0;
+      break;
+    case BarrierVote::any:
+      barrier.result = barrier.votes != 0;
+      break;
+    case BarrierVote::all:
+      barrier.result = barrier.votes == barrier.arrived;
+      break;
+    case BarrierVote::count:
+      barrier.result = static_cast<int>(barrier.votes);
+      break;
   }
   barrier.arrived = barrier.votes = 0;
   block.worker->progress++;
@@ -64,8 +72,8 @@ void meet(uint32_t mask, const Collective& collective, void* argument) {
   Warp& warp = *self.warp;
   const uint32_t bit = self.bit();
   if ((mask & bit) == 0)
-    fault(FaultKind::warp_mismatch, "%s: mask 0x%08x leaves out the calling lane %u", collective.name, mask,
-          self.lane);
+    fault(FaultKind::warp_mismatch, "%s: mask 0x%08x leaves out the calling lane %u", collective.name,
+          mask, self.lane);
   mask &= warp.existing;
   Meeting& meeting = meeting_of(warp, mask);
   if (meeting.arrived == 0) {
@@ -92,7 +100,8 @@ void complete_after_exit(Block& block, Warp& warp) {
     if (meeting.arrived != 0 && meeting.arrived == (meeting.mask & warp.alive))
       complete(block, warp, meeting, 0);
   }
-  if (block.barrier.arrived != 0 && block.barrier.arrived == block.alive) release_barrier(block, nullptr);
+  if (block.barrier.arrived != 0 && block.barrier.arrived == block.alive)
+    release_barrier(block, nullptr);
 }
 
 void warp_sync(uint32_t mask) { meet(mask, SYNCWARP, nullptr); }

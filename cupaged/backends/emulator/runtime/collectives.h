@@ -4,8 +4,8 @@
 
 namespace cupaged_emulator {
 
-// Meets the lanes of `mask` in a collective; returns when all that have not exited were there and it ran.
-// `argument` is this lane's, valid until then.
+// Meets the lanes of `mask` in a collective; returns when all that have not exited were there and it
+// ran. `argument` is this lane's, valid until then.
 void meet(uint32_t mask, const Collective& collective, void* argument);
 
 // Stops the launch where a shuffle, vote or matrix instruction is wrong. Never returns.

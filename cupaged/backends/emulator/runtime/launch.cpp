@@ -17,7 +17,7 @@
 namespace cupaged_emulator {
 namespace {
 
-constexpr size_t MAX_SHARED_BYTES = 227 * 1024;      // static and dynamic, of a block
+constexpr size_t MAX_SHARED_BYTES = 227 * 1024;       // static and dynamic, of a block
 constexpr uint64_t MAX_RESIDENT_THREADS = 16 * 1024;  // each has a stack with a guard page of its own
 // A launch counts as hanging after this many turns and this much time of spins alone.
 constexpr unsigned IDLE_TURNS = 5000;
@@ -45,7 +45,9 @@ namespace {
 uint64_t volume(const uint32_t (&dims)[3]) { return static_cast<uint64_t>(dims[0]) * dims[1] * dims[2]; }
 dim3 to_dim3(const uint32_t (&dims)[3]) { return dim3(dims[0], dims[1], dims[2]); }
 
-uint64_t greatest_common_divisor(uint64_t a, uint64_t b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
+uint64_t greatest_common_divisor(uint64_t a, uint64_t b) {
+  return b == 0 ? a : greatest_common_divisor(b, a % b);
+}
 
 uint64_t mix(uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -82,7 +84,8 @@ class Launch {
     uint64_t linear = position;
     if (schedule() == Schedule::reverse) linear = num_blocks_ - 1 - position;
     if (schedule() == Schedule::random)
-      linear = static_cast<uint64_t>((static_cast<unsigned __int128>(position) * stride_ + offset_) % num_blocks_);
+      linear = static_cast<uint64_t>((static_cast<unsigned __int128>(position) * stride_ + offset_) %
+                                     num_blocks_);
     const uint32_t x = request_.grid[0], y = request_.grid[1];
     return {static_cast<unsigned>(linear % x), static_cast<unsigned>(linear / x % y),
             static_cast<unsigned>(linear / x / y)};
@@ -226,7 +229,9 @@ class ResidentBlocks {
       if (block->alive != 0) return false;
     return true;
   }
-  void report(const char* reason) { report_deadlock(worker_, pointers_.data(), pointers_.size(), reason); }
+  void report(const char* reason) {
+    report_deadlock(worker_, pointers_.data(), pointers_.size(), reason);
+  }
 
  private:
   Worker& worker_;
@@ -265,7 +270,8 @@ void run_on_workers(Launch& launch) {
   const uint64_t wanted = static_cast<uint64_t>(launch.request().workers);
   const uint64_t workers = wanted < launch.num_blocks() ? wanted : launch.num_blocks();
   std::vector<std::thread> threads;
-  for (uint64_t i = 1; i < workers; i++) threads.emplace_back(run_caught, std::ref(launch), run_one_after_another);
+  for (uint64_t i = 1; i < workers; i++)
+    threads.emplace_back(run_caught, std::ref(launch), run_one_after_another);
   run_caught(launch, run_one_after_another);
   for (std::thread& thread : threads) thread.join();
 }
@@ -278,13 +284,15 @@ bool refuse(const LaunchRequest& request, Report& report) {
     report.set(FaultKind::launch, nullptr, "a block has %llu threads, allowed are 1 to %u",
                static_cast<unsigned long long>(threads), MAX_BLOCK_THREADS);
   } else if (shared > MAX_SHARED_BYTES) {
-    report.set(FaultKind::launch, nullptr, "static and dynamic shared memory are %llu bytes, allowed are %zu",
+    report.set(FaultKind::launch, nullptr,
+               "static and dynamic shared memory are %llu bytes, allowed are %zu",
                static_cast<unsigned long long>(shared), MAX_SHARED_BYTES);
   } else if (request.cooperative != 0 && blocks * threads > MAX_RESIDENT_THREADS) {
-    report.set(FaultKind::launch, nullptr,
-               "a cooperative launch of %llu blocks of %llu threads: at most %llu threads can be resident",
-               static_cast<unsigned long long>(blocks), static_cast<unsigned long long>(threads),
-               static_cast<unsigned long long>(MAX_RESIDENT_THREADS));
+    report.set(
+        FaultKind::launch, nullptr,
+        "a cooperative launch of %llu blocks of %llu threads: at most %llu threads can be resident",
+        static_cast<unsigned long long>(blocks), static_cast<unsigned long long>(threads),
+        static_cast<unsigned long long>(MAX_RESIDENT_THREADS));
   }
   return report.kind != FaultKind::none;
 }

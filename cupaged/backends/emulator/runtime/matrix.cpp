@@ -21,11 +21,12 @@ struct MultiplyArgument {
 
 // Word `index` of every lane's a (or b), as floats.
 template <float TO_FLOAT(uint16_t)>
-void gather_tile(void* const* arguments, const uint32_t* MultiplyArgument::*operand, unsigned index,
+void gather_tile(void* const* arguments, const uint32_t* MultiplyArgument::* operand, unsigned index,
                  float* tile) {
   uint16_t halves[TILE_HALVES];
   for (unsigned lane = 0; lane < WARP_LANES; lane++)
-    memcpy(halves + 2 * lane, static_cast<const MultiplyArgument*>(arguments[lane])->*operand + index, 4);
+    memcpy(halves + 2 * lane, static_cast<const MultiplyArgument*>(arguments[lane])->*operand + index,
+           4);
   for (unsigned i = 0; i < TILE_HALVES; i++) tile[i] = TO_FLOAT(halves[i]);
 }
 
@@ -38,7 +39,8 @@ void run_multiply(uint32_t, void* const* arguments) {
   for (unsigned i = 0; i < 4; i++) gather_tile<TO_FLOAT>(arguments, &MultiplyArgument::a, i, a[i]);
   // b's fragment is its transpose: lane 4r + c holds column r.
   float b_transposed[2][TILE_HALVES];
-  for (unsigned i = 0; i < 2; i++) gather_tile<TO_FLOAT>(arguments, &MultiplyArgument::b, i, b_transposed[i]);
+  for (unsigned i = 0; i < 2; i++)
+    gather_tile<TO_FLOAT>(arguments, &MultiplyArgument::b, i, b_transposed[i]);
   double b[DEPTH][COLUMNS];
   for (unsigned k = 0; k < DEPTH; k++)
     for (unsigned n = 0; n < COLUMNS; n++)
@@ -53,7 +55,8 @@ void run_multiply(uint32_t, void* const* arguments) {
       sums[2 * c + 1] = static_cast<double>(from[2 * first_word + 1]);
     }
     for (unsigned k = 0; k < DEPTH; k++) {
-      const double factor = static_cast<double>(a[first_word + 2 * (k / TILE)][row % TILE * TILE + k % TILE]);
+      const double factor =
+          static_cast<double>(a[first_word + 2 * (k / TILE)][row % TILE * TILE + k % TILE]);
       for (unsigned n = 0; n < COLUMNS; n++) sums[n] += factor * b[k][n];
     }
     for (unsigned c = 0; c < 4; c++) {
@@ -91,9 +94,11 @@ void run_load(uint32_t, void* const* arguments) {
   for (unsigned i = 0; i < 4; i++) {
     uint16_t matrix[TILE][TILE];
     for (unsigned row = 0; row < TILE; row++)
-      memcpy(matrix[row], static_cast<const LoadArgument*>(arguments[i * TILE + row])->row, sizeof(matrix[row]));
+      memcpy(matrix[row], static_cast<const LoadArgument*>(arguments[i * TILE + row])->row,
+             sizeof(matrix[row]));
     for (unsigned lane = 0; lane < WARP_LANES; lane++)
-      static_cast<const LoadArgument*>(arguments[lane])->fragments[i] = fragment_word(matrix, lane, TRANSPOSED);
+      static_cast<const LoadArgument*>(arguments[lane])->fragments[i] =
+          fragment_word(matrix, lane, TRANSPOSED);
   }
 }
 

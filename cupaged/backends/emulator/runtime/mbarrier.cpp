@@ -17,7 +17,7 @@ constexpr uint32_t MAX_ARRIVALS = (1u << 20) - 1;
 constexpr uint64_t INITIALISED = 1;
 
 struct BarrierState {
-  uint64_t parity : 1;    // of the phase in progress
+  uint64_t parity : 1;     // of the phase in progress
   uint64_t arrivals : 20;  // that every phase needs
   uint64_t missing : 20;   // that this phase still needs
   int64_t bytes : 21;      // expected and not landed; below 0: landed before being expected
@@ -31,7 +31,9 @@ BarrierState read_state(const uint64_t* barrier) {
   return state;
 }
 
-void write_state(uint64_t* barrier, const BarrierState& state) { memcpy(barrier, &state, sizeof(state)); }
+void write_state(uint64_t* barrier, const BarrierState& state) {
+  memcpy(barrier, &state, sizeof(state));
+}
 
 // The state, after checks of address and initialisation.
 BarrierState checked_state(const uint64_t* barrier, const char* what) {
@@ -65,7 +67,8 @@ void advance(Block& block, uint64_t* barrier, BarrierState state) {
   if (state.missing == 0 && state.bytes == 0) {
     const long long early = bytes_in_flight(block, barrier);
     if (early != 0)
-      fault(FaultKind::async_copy, "mbarrier %p: %lld bytes are in flight that its phase does not expect",
+      fault(FaultKind::async_copy,
+            "mbarrier %p: %lld bytes are in flight that its phase does not expect",
             static_cast<void*>(barrier), early);
     state.parity ^= 1;
     state.missing = state.arrivals;
@@ -84,8 +87,10 @@ void land(const BulkCopy& copy) {
 void land_copies(Block& block, uint64_t* barrier, BarrierState state) {
   const long long in_flight = bytes_in_flight(block, barrier);
   if (in_flight > state.bytes)
-    fault(FaultKind::async_copy, "mbarrier %p: its phase still expects %lld bytes, but bulk copies of %lld "
-          "bytes are in flight", static_cast<void*>(barrier), static_cast<long long>(state.bytes), in_flight);
+    fault(FaultKind::async_copy,
+          "mbarrier %p: its phase still expects %lld bytes, but bulk copies of %lld "
+          "bytes are in flight",
+          static_cast<void*>(barrier), static_cast<long long>(state.bytes), in_flight);
   if (in_flight < state.bytes) return;
   std::vector<BulkCopy> others;
   for (const BulkCopy& copy : block.bulk_copies) {
@@ -103,8 +108,10 @@ void land_copies(Block& block, uint64_t* barrier, BarrierState state) {
 void check_bulk_copy(const Block& block, const void* shared, const void* global, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0 ||
       bytes % 16 != 0 || bytes == 0)
-    fault(FaultKind::async_copy, "bulk copy: shared address %p, global address %p and size %u must be "
-          "multiples of 16, the size not 0", shared, global, bytes);
+    fault(FaultKind::async_copy,
+          "bulk copy: shared address %p, global address %p and size %u must be "
+          "multiples of 16, the size not 0",
+          shared, global, bytes);
   if (bytes > MAX_ARRIVALS)
     fault(FaultKind::async_copy, "bulk copy: %u bytes are more than an mbarrier counts (%u)", bytes,
           MAX_ARRIVALS);
@@ -116,8 +123,10 @@ void check_bulk_copy(const Block& block, const void* shared, const void* global,
 }  // namespace
 
 void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-  if (reinterpret_cast<uintptr_t>(barrier) % sizeof(uint64_t) != 0 || arrivals == 0 || arrivals > MAX_ARRIVALS)
-    fault(FaultKind::async_copy, "mbarrier.init: address %p must be a multiple of 8, arrivals %u from 1 to %u",
+  if (reinterpret_cast<uintptr_t>(barrier) % sizeof(uint64_t) != 0 || arrivals == 0 ||
+      arrivals > MAX_ARRIVALS)
+    fault(FaultKind::async_copy,
+          "mbarrier.init: address %p must be a multiple of 8, arrivals %u from 1 to %u",
           static_cast<void*>(barrier), arrivals, MAX_ARRIVALS);
   note_access(barrier, sizeof(*barrier), Access::write);
   BarrierState state = {};
@@ -131,12 +140,15 @@ void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
   note_access(barrier, sizeof(*barrier), Access::atomic);
   note_order(barrier, Order::release);
   if (state.missing == 0)
-    fault(FaultKind::async_copy, "mbarrier %p: an arrival beyond the %u of its phase, which still expects "
-          "%lld bytes", static_cast<void*>(barrier), static_cast<unsigned>(state.arrivals),
+    fault(FaultKind::async_copy,
+          "mbarrier %p: an arrival beyond the %u of its phase, which still expects "
+          "%lld bytes",
+          static_cast<void*>(barrier), static_cast<unsigned>(state.arrivals),
           static_cast<long long>(state.bytes));
   if (state.bytes + static_cast<long long>(expected_bytes) > static_cast<long long>(MAX_ARRIVALS))
     fault(FaultKind::async_copy, "mbarrier %p: %lld expected bytes are more than it counts (%u)",
-          static_cast<void*>(barrier), state.bytes + static_cast<long long>(expected_bytes), MAX_ARRIVALS);
+          static_cast<void*>(barrier), state.bytes + static_cast<long long>(expected_bytes),
+          MAX_ARRIVALS);
   state.missing--;
   state.bytes += expected_bytes;
   running().home->worker->progress++;
@@ -180,15 +192,18 @@ void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barri
 bool all_copies_landed(Block& block) {
   if (block.bulk_copies.empty()) return true;
   const BulkCopy& first = block.bulk_copies.front();
-  block.worker->report.set(FaultKind::async_copy, first.issuer,
-                           "the block ended with %zu bulk copies in flight, the first of them of %u bytes to "
-                           "%p: nobody waited for them", block.bulk_copies.size(), first.bytes, first.shared);
+  block.worker->report.set(
+      FaultKind::async_copy, first.issuer,
+      "the block ended with %zu bulk copies in flight, the first of them of %u bytes to "
+      "%p: nobody waited for them",
+      block.bulk_copies.size(), first.bytes, first.shared);
   return false;
 }
 
 void describe_mbarrier(const Block& block, const uint64_t* barrier, char* text, size_t size) {
   const BarrierState state = read_state(barrier);
-  snprintf(text, size, "mbarrier %p (phase parity %u) lacks %u arrivals and %lld bytes, of which %lld are in flight",
+  snprintf(text, size,
+           "mbarrier %p (phase parity %u) lacks %u arrivals and %lld bytes, of which %lld are in flight",
            static_cast<const void*>(barrier), static_cast<unsigned>(state.parity),
            static_cast<unsigned>(state.missing), static_cast<long long>(state.bytes),
            bytes_in_flight(block, barrier));

@@ -1,5 +1,6 @@
 // Events that order memory, as the runtime sees them. Nothing in fast mode; check mode keeps its
-// happens-before relation by them (compile the runtime with CUPAGED_EMULATOR_CHECK and give them bodies).
+// happens-before relation by them (compile the runtime with CUPAGED_EMULATOR_CHECK and give them
+// bodies).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

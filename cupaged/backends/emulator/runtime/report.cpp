@@ -31,18 +31,27 @@ void describe_meeting(const Warp& warp, const Meeting& meeting, std::string& tex
 
 // Lanes that spin on the same thing, together.
 void describe_spinning(const Block& block, const Warp& warp, std::string& text) {
-  uint32_t left = warp.yielded;
+  uint32_t left = 0;
+  for (uint32_t rest = warp.yielded | warp.ready; rest != 0; rest &= rest - 1) {
+    const Fiber& fiber =
+        block.fibers[warp.index * WARP_LANES + static_cast<unsigned>(__builtin_ctz(rest))];
+    if (fiber.spin_name != nullptr) left |= fiber.bit();
+  }
   while (left != 0) {
-    const Fiber& first = block.fibers[warp.index * WARP_LANES + static_cast<unsigned>(__builtin_ctz(left))];
+    const Fiber& first =
+        block.fibers[warp.index * WARP_LANES + static_cast<unsigned>(__builtin_ctz(left))];
     uint32_t same = 0;
     for (uint32_t rest = left; rest != 0; rest &= rest - 1) {
-      const Fiber& other = block.fibers[warp.index * WARP_LANES + static_cast<unsigned>(__builtin_ctz(rest))];
-      if (other.spin_name == first.spin_name && other.spin_address == first.spin_address) same |= other.bit();
+      const Fiber& other =
+          block.fibers[warp.index * WARP_LANES + static_cast<unsigned>(__builtin_ctz(rest))];
+      if (other.spin_name == first.spin_name && other.spin_address == first.spin_address)
+        same |= other.bit();
     }
     left &= ~same;
     if (strcmp(first.spin_name, "mbarrier.try_wait") == 0) {
       char barrier[200];
-      describe_mbarrier(block, static_cast<const uint64_t*>(first.spin_address), barrier, sizeof(barrier));
+      describe_mbarrier(block, static_cast<const uint64_t*>(first.spin_address), barrier,
+                        sizeof(barrier));
       append(text, "; 0x%08x wait for %s", same, barrier);
     } else {
       append(text, "; 0x%08x spin in %s(%p)", same, first.spin_name, first.spin_address);

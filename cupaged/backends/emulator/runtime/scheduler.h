@@ -1,9 +1,9 @@
 // The threads of a launch and which of them runs.
 //
-// Every CUDA thread is a fiber: it runs until it waits (in a collective, at a barrier, in a spin) and then
-// continues the next one directly. What each lane of a warp does is kept in bit masks, so waking a warp
-// costs one instruction. An OS thread (Worker) runs one block after another, or, in a cooperative launch,
-// all blocks of the grid in turns.
+// Every CUDA thread is a fiber: it runs until it waits (in a collective, at a barrier, in a spin) and
+// then continues the next one directly. What each lane of a warp does is kept in bit masks, so waking a
+// warp costs one instruction. An OS thread (Worker) runs one block after another, or, in a cooperative
+// launch, all blocks of the grid in turns.
 #pragma once
 #include <stdint.h>
 
@@ -56,11 +56,11 @@ struct Warp {
   uint32_t existing = 0;  // lanes that the block has
   uint32_t alive = 0;     // of those, not exited
   uint32_t ready = 0;
-  uint32_t yielded = 0;   // ready again in the block's next turn
+  uint32_t yielded = 0;  // ready again in the block's next turn
   uint32_t at_barrier = 0;
-  Meeting whole;           // of all existing lanes: by far the most frequent
+  Meeting whole;  // of all existing lanes: by far the most frequent
   Meeting parts[WARP_LANES];
-  unsigned num_parts = 0;  // entries of `parts` in use, some of them free
+  unsigned num_parts = 0;            // entries of `parts` in use, some of them free
   void* arguments[WARP_LANES] = {};  // a lane waits in one meeting at a time
 };
 

@@ -24,7 +24,8 @@ int match_module(dl_phdr_info* info, size_t size, void* search_address) {
   Search& search = *static_cast<Search*>(search_address);
   for (int i = 0; i < info->dlpi_phnum; i++) {
     const auto& header = info->dlpi_phdr[i];
-    if (header.p_type != PT_TLS || search.anchor < image || search.anchor >= image + header.p_memsz) continue;
+    if (header.p_type != PT_TLS || search.anchor < image || search.anchor >= image + header.p_memsz)
+      continue;
     search.layout->anchor_offset = static_cast<size_t>(search.anchor - image);
     search.layout->bytes = header.p_memsz;
     return 1;
@@ -45,7 +46,9 @@ void StaticShared::poison() { memset(data_, POISON_BYTE, bytes_); }
 void SharedImage::poison(const StaticShared& shared) {
   bytes_.assign(shared.bytes(), static_cast<char>(POISON_BYTE));
 }
-void SharedImage::store(const StaticShared& shared) { memcpy(bytes_.data(), shared.data(), bytes_.size()); }
+void SharedImage::store(const StaticShared& shared) {
+  memcpy(bytes_.data(), shared.data(), bytes_.size());
+}
 void SharedImage::restore(const StaticShared& shared) const {
   memcpy(shared.data(), bytes_.data(), bytes_.size());
 }

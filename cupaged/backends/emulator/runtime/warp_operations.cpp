@@ -16,7 +16,8 @@ void run_shuffle(uint32_t lanes, void* const* arguments) {
   for (uint32_t left = lanes; left != 0; left &= left - 1) {
     auto& own = *static_cast<ShuffleArgument*>(arguments[__builtin_ctz(left)]);
     const bool there = (lanes >> own.source) & 1u;
-    own.result = there ? static_cast<const ShuffleArgument*>(arguments[own.source])->value : UNDEFINED_VALUE;
+    own.result =
+        there ? static_cast<const ShuffleArgument*>(arguments[own.source])->value : UNDEFINED_VALUE;
   }
 }
 
@@ -29,7 +30,8 @@ uint32_t ballot(uint32_t lanes, void* const* arguments) {
   uint32_t result = 0;
   for (uint32_t left = lanes; left != 0; left &= left - 1) {
     const int lane = __builtin_ctz(left);
-    result |= static_cast<uint32_t>(static_cast<const VoteArgument*>(arguments[lane])->predicate) << lane;
+    result |= static_cast<uint32_t>(static_cast<const VoteArgument*>(arguments[lane])->predicate)
+              << lane;
   }
   return result;
 }
@@ -54,7 +56,8 @@ const Collective SHUFFLES[] = {{"__shfl_sync", run_shuffle},
                                {"__shfl_up_sync", run_shuffle},
                                {"__shfl_down_sync", run_shuffle},
                                {"__shfl_xor_sync", run_shuffle}};
-const Collective VOTES[] = {{"__ballot_sync", run_ballot}, {"__any_sync", run_any}, {"__all_sync", run_all}};
+const Collective VOTES[] = {
+    {"__ballot_sync", run_ballot}, {"__any_sync", run_any}, {"__all_sync", run_all}};
 
 }  // namespace
 

@@ -18,7 +18,8 @@ inline T read_modify_write(const char* what, T* address, Order order, Update upd
   do {
     old = bit_cast<T>(old_bits);
     new_bits = bit_cast<Bits>(update(old));
-  } while (!__atomic_compare_exchange_n(bits, &old_bits, new_bits, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+  } while (!__atomic_compare_exchange_n(bits, &old_bits, new_bits, false, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_RELAXED));
   if (order == Order::acquire || order == Order::acquire_release) note_order(address, Order::acquire);
   yield(what, address, old_bits != new_bits);
   return old;
@@ -26,28 +27,30 @@ inline T read_modify_write(const char* what, T* address, Order order, Update upd
 
 }  // namespace cupaged_emulator
 
-#define CUPAGED_ATOMIC(NAME, T, EXPRESSION)                                                       \
-  inline T NAME(T* address, T value) {                                                            \
-    return cupaged_emulator::read_modify_write(#NAME, address, cupaged_emulator::Order::relaxed,  \
-                                               [=](T old) -> T { return EXPRESSION; });           \
+#define CUPAGED_ATOMIC(NAME, T, EXPRESSION)                                                      \
+  inline T NAME(T* address, T value) {                                                           \
+    return cupaged_emulator::read_modify_write(#NAME, address, cupaged_emulator::Order::relaxed, \
+                                               [=](T old) -> T { return EXPRESSION; });          \
   }
-#define CUPAGED_ATOMIC_INTEGERS(NAME, EXPRESSION)     \
-  CUPAGED_ATOMIC(NAME, int, EXPRESSION)               \
-  CUPAGED_ATOMIC(NAME, unsigned int, EXPRESSION)      \
+#define CUPAGED_ATOMIC_INTEGERS(NAME, EXPRESSION) \
+  CUPAGED_ATOMIC(NAME, int, EXPRESSION)           \
+  CUPAGED_ATOMIC(NAME, unsigned int, EXPRESSION)  \
   CUPAGED_ATOMIC(NAME, unsigned long long, EXPRESSION)
 
 CUPAGED_ATOMIC(atomicAdd, unsigned int, old + value)
 CUPAGED_ATOMIC(atomicAdd, unsigned long long, old + value)
-CUPAGED_ATOMIC(atomicAdd, int, static_cast<int>(static_cast<unsigned int>(old) + static_cast<unsigned int>(value)))
+CUPAGED_ATOMIC(atomicAdd, int,
+               static_cast<int>(static_cast<unsigned int>(old) + static_cast<unsigned int>(value)))
 CUPAGED_ATOMIC(atomicAdd, float, old + value)
 CUPAGED_ATOMIC(atomicAdd, double, old + value)
 CUPAGED_ATOMIC(atomicSub, unsigned int, old - value)
-CUPAGED_ATOMIC(atomicSub, int, static_cast<int>(static_cast<unsigned int>(old) - static_cast<unsigned int>(value)))
+CUPAGED_ATOMIC(atomicSub, int,
+               static_cast<int>(static_cast<unsigned int>(old) - static_cast<unsigned int>(value)))
 CUPAGED_ATOMIC_INTEGERS(atomicMax, old < value ? value : old)
 CUPAGED_ATOMIC(atomicMax, long long, old < value ? value : old)
 CUPAGED_ATOMIC_INTEGERS(atomicMin, value < old ? value : old)
 CUPAGED_ATOMIC(atomicMin, long long, value < old ? value : old)
-CUPAGED_ATOMIC_INTEGERS(atomicAnd, old & value)
+CUPAGED_ATOMIC_INTEGERS(atomicAnd, (old & value))
 CUPAGED_ATOMIC_INTEGERS(atomicOr, old | value)
 CUPAGED_ATOMIC_INTEGERS(atomicXor, old ^ value)
 CUPAGED_ATOMIC_INTEGERS(atomicExch, value)
@@ -57,10 +60,11 @@ CUPAGED_ATOMIC(atomicDec, unsigned int, old == 0u || old > value ? value : old -
 #undef CUPAGED_ATOMIC_INTEGERS
 #undef CUPAGED_ATOMIC
 
-#define CUPAGED_ATOMIC_CAS(T)                                                                          \
-  inline T atomicCAS(T* address, T compare, T value) {                                                 \
-    return cupaged_emulator::read_modify_write("atomicCAS", address, cupaged_emulator::Order::relaxed, \
-                                               [=](T old) -> T { return old == compare ? value : old; }); \
+#define CUPAGED_ATOMIC_CAS(T)                                      \
+  inline T atomicCAS(T* address, T compare, T value) {             \
+    return cupaged_emulator::read_modify_write(                    \
+        "atomicCAS", address, cupaged_emulator::Order::relaxed,    \
+        [=](T old) -> T { return old == compare ? value : old; }); \
   }
 CUPAGED_ATOMIC_CAS(int)
 CUPAGED_ATOMIC_CAS(unsigned int)

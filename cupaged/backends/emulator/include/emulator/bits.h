@@ -12,18 +12,32 @@ inline To bit_cast(From value) {
   return result;
 }
 
-template <size_t BYTES> struct BitsOfSize;
-template <> struct BitsOfSize<2> { using type = uint16_t; };
-template <> struct BitsOfSize<4> { using type = uint32_t; };
-template <> struct BitsOfSize<8> { using type = uint64_t; };
+template <size_t BYTES>
+struct BitsOfSize;
+template <>
+struct BitsOfSize<2> {
+  using type = uint16_t;
+};
+template <>
+struct BitsOfSize<4> {
+  using type = uint32_t;
+};
+template <>
+struct BitsOfSize<8> {
+  using type = uint64_t;
+};
 
 }  // namespace cupaged_emulator
 
-inline unsigned int __float_as_uint(float value) { return cupaged_emulator::bit_cast<unsigned int>(value); }
+inline unsigned int __float_as_uint(float value) {
+  return cupaged_emulator::bit_cast<unsigned int>(value);
+}
 inline int __float_as_int(float value) { return cupaged_emulator::bit_cast<int>(value); }
 inline float __uint_as_float(unsigned int value) { return cupaged_emulator::bit_cast<float>(value); }
 inline float __int_as_float(int value) { return cupaged_emulator::bit_cast<float>(value); }
-inline long long __double_as_longlong(double value) { return cupaged_emulator::bit_cast<long long>(value); }
+inline long long __double_as_longlong(double value) {
+  return cupaged_emulator::bit_cast<long long>(value);
+}
 inline double __longlong_as_double(long long value) { return cupaged_emulator::bit_cast<double>(value); }
 
 inline int __popc(unsigned int value) { return __builtin_popcount(value); }
@@ -74,12 +88,39 @@ inline unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigne
 }
 
 // Loads and stores with cache hints: the hints mean nothing here.
-template <class T> inline T __ldg(const T* address) { return *address; }
-template <class T> inline T __ldca(const T* address) { return *address; }
-template <class T> inline T __ldcg(const T* address) { return *address; }
-template <class T> inline T __ldcs(const T* address) { return *address; }
-template <class T> inline T __ldcv(const T* address) { return *const_cast<const volatile T*>(address); }
-template <class T> inline T __ldlu(const T* address) { return *address; }
-template <class T> inline void __stcg(T* address, T value) { *address = value; }
-template <class T> inline void __stcs(T* address, T value) { *address = value; }
-template <class T> inline void __stwb(T* address, T value) { *address = value; }
+template <class T>
+inline T __ldg(const T* address) {
+  return *address;
+}
+template <class T>
+inline T __ldca(const T* address) {
+  return *address;
+}
+template <class T>
+inline T __ldcg(const T* address) {
+  return *address;
+}
+template <class T>
+inline T __ldcs(const T* address) {
+  return *address;
+}
+template <class T>
+inline T __ldcv(const T* address) {
+  return *const_cast<const volatile T*>(address);
+}
+template <class T>
+inline T __ldlu(const T* address) {
+  return *address;
+}
+template <class T>
+inline void __stcg(T* address, T value) {
+  *address = value;
+}
+template <class T>
+inline void __stcs(T* address, T value) {
+  *address = value;
+}
+template <class T>
+inline void __stwb(T* address, T value) {
+  *address = value;
+}

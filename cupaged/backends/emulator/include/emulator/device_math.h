@@ -20,14 +20,14 @@ inline float fminf(float a, float b) {
 inline double fmax(double a, double b) { return __builtin_fmax(a, b); }
 inline double fmin(double a, double b) { return __builtin_fmin(a, b); }
 
-#define CUPAGED_MIN_MAX(A, B, COMMON)                                                       \
-  constexpr COMMON min(A a, B b) {                                                          \
-    return static_cast<COMMON>(b) < static_cast<COMMON>(a) ? static_cast<COMMON>(b)         \
-                                                           : static_cast<COMMON>(a);        \
-  }                                                                                         \
-  constexpr COMMON max(A a, B b) {                                                          \
-    return static_cast<COMMON>(a) < static_cast<COMMON>(b) ? static_cast<COMMON>(b)         \
-                                                           : static_cast<COMMON>(a);        \
+#define CUPAGED_MIN_MAX(A, B, COMMON)                                                \
+  constexpr COMMON min(A a, B b) {                                                   \
+    return static_cast<COMMON>(b) < static_cast<COMMON>(a) ? static_cast<COMMON>(b)  \
+                                                           : static_cast<COMMON>(a); \
+  }                                                                                  \
+  constexpr COMMON max(A a, B b) {                                                   \
+    return static_cast<COMMON>(a) < static_cast<COMMON>(b) ? static_cast<COMMON>(b)  \
+                                                           : static_cast<COMMON>(a); \
   }
 CUPAGED_MIN_MAX(int, int, int)
 CUPAGED_MIN_MAX(unsigned int, unsigned int, unsigned int)
@@ -54,10 +54,10 @@ inline double max(double a, float b) { return fmax(a, b); }
 
 // ---- functions of one and of two floats
 
-#define CUPAGED_MATH_1(NAME) \
+#define CUPAGED_MATH_1(NAME)                                       \
   inline float NAME##f(float x) { return __builtin_##NAME##f(x); } \
   inline double NAME(double x) { return __builtin_##NAME(x); }
-#define CUPAGED_MATH_2(NAME) \
+#define CUPAGED_MATH_2(NAME)                                                   \
   inline float NAME##f(float x, float y) { return __builtin_##NAME##f(x, y); } \
   inline double NAME(double x, double y) { return __builtin_##NAME(x, y); }
 
@@ -102,10 +102,22 @@ constexpr long long abs(long long x) { return x < 0 ? -x : x; }
 inline float abs(float x) { return __builtin_fabsf(x); }
 inline double abs(double x) { return __builtin_fabs(x); }
 
-template <class T> inline bool isnan(T x) { return __builtin_isnan(x); }
-template <class T> inline bool isinf(T x) { return __builtin_isinf(x); }
-template <class T> inline bool isfinite(T x) { return __builtin_isfinite(x); }
-template <class T> inline bool signbit(T x) { return __builtin_signbit(x); }
+template <class T>
+inline bool isnan(T x) {
+  return __builtin_isnan(x);
+}
+template <class T>
+inline bool isinf(T x) {
+  return __builtin_isinf(x);
+}
+template <class T>
+inline bool isfinite(T x) {
+  return __builtin_isfinite(x);
+}
+template <class T>
+inline bool signbit(T x) {
+  return __builtin_signbit(x);
+}
 
 // ---- explicitly rounded arithmetic: bit for bit what the device gives
 
@@ -116,7 +128,9 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
-inline float __frsqrt_rn(float a) { return static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(a))); }
+inline float __frsqrt_rn(float a) {
+  return static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(a)));
+}
 
 // ---- approximate functions: the device is less exact, so results differ in the last bits
 

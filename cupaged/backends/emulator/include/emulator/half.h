@@ -13,7 +13,9 @@ inline float half_to_float(uint16_t half) {
   return bit_cast<float>(bit_cast<uint32_t>(scaled) | infinite_or_nan | sign);
 }
 
-inline float bfloat_to_float(uint16_t bits) { return bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+inline float bfloat_to_float(uint16_t bits) {
+  return bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
 
 // A NaN becomes 0x7fff, as the device's conversion gives it.
 inline uint16_t float_to_half(float value) {

@@ -9,7 +9,9 @@ struct Indices {};
 template <size_t COUNT, size_t... INDEX>
 struct MakeIndices : MakeIndices<COUNT - 1, COUNT - 1, INDEX...> {};
 template <size_t... INDEX>
-struct MakeIndices<0, INDEX...> { using type = Indices<INDEX...>; };
+struct MakeIndices<0, INDEX...> {
+  using type = Indices<INDEX...>;
+};
 
 template <class... Parameters, size_t... INDEX>
 inline void call_with(void (*kernel)(Parameters...), void* const* parameters, Indices<INDEX...>) {
@@ -26,11 +28,11 @@ inline void call(void (*kernel)(Parameters...), void* const* parameters) {
 
 // Defines the two functions that the launcher looks up. The anchor lies in the same image as the
 // kernel's static shared memory, through which the runtime finds that image in each OS thread.
-#define CUPAGED_EMULATOR_EXPORT(kernel)                                                       \
-  extern "C" CUPAGED_EMULATOR_API void cupaged_emulator_entry(void* const* parameters) {      \
-    cupaged_emulator::call(&kernel, parameters);                                              \
-  }                                                                                           \
-  extern "C" CUPAGED_EMULATOR_API void* cupaged_emulator_shared_anchor() {                    \
-    __shared__ unsigned char anchor;                                                          \
-    return &anchor;                                                                           \
+#define CUPAGED_EMULATOR_EXPORT(kernel)                                                  \
+  extern "C" CUPAGED_EMULATOR_API void cupaged_emulator_entry(void* const* parameters) { \
+    cupaged_emulator::call(&::kernel, parameters);                                       \
+  }                                                                                      \
+  extern "C" CUPAGED_EMULATOR_API void* cupaged_emulator_shared_anchor() {               \
+    __shared__ unsigned char anchor;                                                     \
+    return &anchor;                                                                      \
   }

@@ -12,10 +12,5 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __constant__ static constexpr
 
-// Fast mode: one copy for each OS thread, so that blocks can run side by side. Check mode: plain statics,
-// which its instrumentation can tell from other memory; blocks then run on one OS thread.
-#ifdef CUPAGED_EMULATOR_CHECK
-#define __shared__ static
-#else
+// One copy for each OS thread, so that blocks can run side by side.
 #define __shared__ static __thread
-#endif

@@ -20,10 +20,12 @@ inline unsigned int __ballot_sync(unsigned int mask, int predicate) {
   return cupaged_emulator::warp_vote(cupaged_emulator::Vote::ballot, mask, predicate != 0);
 }
 inline int __any_sync(unsigned int mask, int predicate) {
-  return static_cast<int>(cupaged_emulator::warp_vote(cupaged_emulator::Vote::any, mask, predicate != 0));
+  return static_cast<int>(
+      cupaged_emulator::warp_vote(cupaged_emulator::Vote::any, mask, predicate != 0));
 }
 inline int __all_sync(unsigned int mask, int predicate) {
-  return static_cast<int>(cupaged_emulator::warp_vote(cupaged_emulator::Vote::all, mask, predicate != 0));
+  return static_cast<int>(
+      cupaged_emulator::warp_vote(cupaged_emulator::Vote::all, mask, predicate != 0));
 }
 inline unsigned int __activemask() { return cupaged_emulator::active_lanes(); }
 

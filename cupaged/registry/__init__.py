@@ -1,0 +1,74 @@
+"""What the package knows about its own kernels, without a device.
+
+One `KernelEntry` for each entry point: which compile-time constants it takes and how they follow from
+the launch's scalars, its launch geometry, and what its arguments must look like. Launchers and backends
+read it; nothing else holds launch numbers.
+"""
+
+from __future__ import annotations
+
+from cupaged.errors import KernelSourceError
+from cupaged.registry import direct, ring
+from cupaged.registry.entry import (
+    DTYPES,
+    MAX_GRID_X,
+    MAX_GRID_YZ,
+    Constants,
+    DeviceLimits,
+    Grid,
+    KernelEntry,
+    Scalars,
+    div_ceil,
+    limits_of_capability,
+)
+from cupaged.registry.rules import (
+    MAX_BLOCK_SIZE,
+    MAX_GQA_RATIO,
+    SUPPORTED_HEAD_DIMS,
+    check_constant,
+    gqa_ratio,
+    head_tiles,
+)
+
+__all__ = [
+    "DTYPES",
+    "MAX_BLOCK_SIZE",
+    "MAX_GQA_RATIO",
+    "MAX_GRID_X",
+    "MAX_GRID_YZ",
+    "SUPPORTED_HEAD_DIMS",
+    "Constants",
+    "DeviceLimits",
+    "Grid",
+    "KernelEntry",
+    "Scalars",
+    "check_constant",
+    "div_ceil",
+    "entries",
+    "find",
+    "gqa_ratio",
+    "head_tiles",
+    "limits_of_capability",
+]
+
+_ENTRIES: dict[tuple[str, str], KernelEntry] = {
+    (entry.module, entry.entry): entry for entry in (*direct.ENTRIES, *ring.ENTRIES)
+}
+
+
+def entries() -> tuple[KernelEntry, ...]:
+    """Every kernel of the package."""
+    return tuple(_ENTRIES.values())
+
+
+def find(module: str, entry: str) -> KernelEntry:
+    """The package's kernel of that module and entry.
+
+    Raises:
+        KernelSourceError: there is none; the message lists those there are.
+    """
+    try:
+        return _ENTRIES[module, entry]
+    except KeyError:
+        known = ", ".join(f"{m}:{e}" for m, e in sorted(_ENTRIES))
+        raise KernelSourceError(f"no kernel {module}:{entry}; there are {known}") from None

@@ -1,0 +1,107 @@
+"""What a kernel entry is, and the device facts that its constants and geometry depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+Grid = tuple[int, int, int]
+Scalars = Mapping[str, int]
+Constants = Mapping[str, int]
+
+MAX_GRID_X = 2**31 - 1
+MAX_GRID_YZ = 65_535
+
+# Allowed array dtypes by what a pointer parameter holds. Narrow formats come typed or as raw bits.
+DTYPES: dict[str, tuple[str, ...]] = {
+    "bf16": ("bfloat16", "uint16"),
+    "fp8": ("float8_e4m3fn", "uint8"),
+    "nvfp4": ("uint8",),
+    "f32": ("float32",),
+    "u32": ("uint32",),
+    "i32": ("int32",),
+    "i64": ("int64",),
+}
+
+
+def div_ceil(a: int, b: int) -> int:
+    """Smallest integer not below a / b, for a >= 0 and b > 0."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What kernels are shaped by.
+
+    Attributes:
+        num_sms: streaming multiprocessors.
+        shared_per_block: most shared memory a block may use, in bytes.
+        shared_per_sm: shared memory of a multiprocessor, in bytes.
+        bulk_copies: whether it has ``cp.async.bulk`` and transaction barriers (sm_90 and later).
+    """
+
+    num_sms: int
+    shared_per_block: int
+    shared_per_sm: int
+    bulk_copies: bool
+
+
+# Shared memory by compute capability: (a block, a multiprocessor), in KiB.
+_SHARED_KIB = {80: (163, 164), 86: (99, 100), 87: (163, 164), 89: (99, 100), 90: (227, 228), 100: (227, 228),
+               103: (227, 228), 120: (99, 100), 121: (99, 100)}  # fmt: skip
+
+
+def limits_of_capability(capability: int, num_sms: int) -> DeviceLimits:
+    """Limits of a compute capability (major * 10 + minor), for compiling without a device."""
+    known = max((c for c in _SHARED_KIB if c <= capability), default=80)
+    block, sm = _SHARED_KIB[known]
+    return DeviceLimits(num_sms, block * 1024, sm * 1024, bulk_copies=capability >= 90)
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """One entry point of one module.
+
+    "Constants" below are a specialisation's spec with what is derived from it.
+
+    Attributes:
+        module: stem of the ``.cu`` file.
+        entry: function name.
+        spec_names: compile-time constants that callers may pin; each is the macro ``SPEC_<NAME>``.
+        specialise: spec from the launch's scalars; raises ArgumentValueError for what is unsupported.
+        derived: further constants that follow from the spec and the device (never pinned).
+        scalar_names: the scalars that `specialise` reads.
+        block: threads from the constants.
+        grid_names: the scalars that `grid` reads.
+        grid: grid from the scalars, the constants and the device; a zero in it means that there is nothing
+            to do.
+        holds: what each pointer parameter holds (a key of `DTYPES`); all are checked if given as arrays.
+        multiples: parameter -> what its value must be a multiple of (bytes for pointers).
+        strided: pointer parameters that may have any stride along their first axis.
+        shared_mem: bytes of dynamic shared memory from the constants.
+        cooperative: its blocks wait for each other, so all must be resident at once.
+    """
+
+    module: str
+    entry: str
+    spec_names: tuple[str, ...]
+    specialise: Callable[[Scalars], dict[str, int]]
+    scalar_names: tuple[str, ...]
+    block: Callable[[Constants], Grid]
+    grid_names: tuple[str, ...]
+    grid: Callable[[tuple[int, ...], Constants, DeviceLimits], Grid]
+    holds: Mapping[str, str]
+    multiples: Mapping[str, int] = field(default_factory=dict)
+    derived: Callable[[Constants, DeviceLimits], dict[str, int]] = lambda spec, limits: {}
+    strided: frozenset[str] = frozenset()
+    shared_mem: Callable[[Constants], int] = lambda constants: 0
+    cooperative: bool = False
+
+    def constants(self, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
+        """Every compile-time constant of a specialisation."""
+        return {**spec, **self.derived(spec, limits)}
+
+    @staticmethod
+    def defines(constants: Constants) -> tuple[tuple[str, str], ...]:
+        """Macro definitions of a specialisation."""
+        return tuple((f"SPEC_{name.upper()}", str(value)) for name, value in constants.items())

@@ -1,0 +1,160 @@
+"""The streaming decode kernels (``kernels/ring``): how a block is shaped for a format, a model and a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupaged.errors import ArgumentValueError
+from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, Scalars
+from cupaged.registry.rules import check_block_size, check_head_dim, gqa_ratio, head_tiles
+
+TILE_TOKENS = 16
+MAX_PLANNED_SEQS = 512  # sequences whose plan fits a block's shared memory
+MAX_WARPS = 16
+_RESERVED_SHARED = 1024  # of every block, by the hardware
+_MAX_STAGES = 6
+
+# Bytes of a (token, KV head) row as halves of head_dim: (values, scales in 16ths).
+_ROW_HALVES = {"bf16": 4, "fp8": 2, "nvfp4": 1}
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """How one block streams.
+
+    Attributes:
+        token_warps: warps that take alternate tiles of a stage.
+        stage_tiles: tiles of 16 tokens a stage holds.
+        stages: stages of the ring.
+        blocks_per_sm: resident blocks a multiprocessor.
+    """
+
+    token_warps: int
+    stage_tiles: int
+    stages: int
+    blocks_per_sm: int
+
+
+def image_bytes(fmt: str, num_kv_heads: int, head_dim: int) -> int:
+    """Shared memory of one tile of K or of V."""
+    row = _ROW_HALVES[fmt] * head_dim // 2 + (head_dim // 16 if fmt == "nvfp4" else 0)
+    return -(-TILE_TOKENS * num_kv_heads * row // 128) * 128
+
+
+def _static_shared(groups: int, token_warps: int) -> int:
+    """Bytes for the plan, the barriers, the merge of parts, and the exchange between token warps."""
+    warps = groups * token_warps
+    exchange = warps // 2 * 3 * 512 if token_warps > 1 else 0
+    return 4 * (MAX_PLANNED_SEQS + 1) + 256 + warps * 136 + exchange
+
+
+def ring_shape(
+    fmt: str, num_kv_heads: int, ratio: int, head_dim: int, limits: DeviceLimits
+) -> RingShape | None:
+    """The shape that measured best, scaled to what fits; None where not even two stages do.
+
+    NVFP4 wants several tiles a warp at once (its conversions need independent work), BF16 and FP8 one.
+    """
+    groups = num_kv_heads * head_tiles(ratio)
+    if groups > MAX_WARPS:
+        return None
+    warps_per_sm = 16 if fmt == "fp8" and head_dim <= 128 else 8
+    two_blocks = (fmt == "fp8" and groups >= 8 and head_dim <= 128) or (fmt == "nvfp4" and groups < 8)
+    for blocks_per_sm in (2, 1) if two_blocks else (1,):
+        most = 1
+        while 2 * most * groups * blocks_per_sm <= warps_per_sm:
+            most *= 2
+        room = min(limits.shared_per_block, limits.shared_per_sm // blocks_per_sm - _RESERVED_SHARED)
+        for warp_tiles in (4, 2, 1) if fmt == "nvfp4" and groups <= 8 else (1,):
+            for token_warps in (most >> i for i in range(most.bit_length())):
+                stage = token_warps * warp_tiles * 2 * image_bytes(fmt, num_kv_heads, head_dim)
+                stages = min(_MAX_STAGES, (room - _static_shared(groups, token_warps)) // stage)
+                if stages >= 3:
+                    return RingShape(token_warps, token_warps * warp_tiles, stages, blocks_per_sm)
+    two_tiles = 2 * 2 * image_bytes(fmt, num_kv_heads, head_dim)
+    fits = two_tiles + _static_shared(groups, 1) <= limits.shared_per_block
+    return RingShape(1, 1, 2, 1) if fits else None
+
+
+def _spec(fmt: str, scalars: Scalars) -> dict[str, int]:
+    check_head_dim(scalars["head_dim"])
+    check_block_size(scalars["block_size"])
+    spec = {
+        "head_dim": scalars["head_dim"],
+        "gqa_ratio": gqa_ratio(scalars["num_q_heads"], scalars["num_kv_heads"]),
+        "num_kv_heads": scalars["num_kv_heads"],
+        "block_size": scalars["block_size"],
+    }
+    if fmt == "nvfp4":
+        tight = spec["block_size"] * spec["num_kv_heads"] * spec["head_dim"] // 2
+        spec["joined"] = int(spec["block_size"] == TILE_TOKENS and scalars["data_section_bytes"] == tight)
+    return spec
+
+
+def _derived(fmt: str, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
+    shape = ring_shape(fmt, spec["num_kv_heads"], spec["gqa_ratio"], spec["head_dim"], limits)
+    if shape is None or not limits.bulk_copies:
+        raise ArgumentValueError(
+            f"num_kv_heads, num_q_heads, head_dim: {spec['num_kv_heads']} KV heads of {spec['head_dim']} with "
+            f"ratio {spec['gqa_ratio']} do not fit this GPU's shared memory; use the split-K launchers"
+        )
+    return {
+        "token_warps": shape.token_warps,
+        "stage_tiles": shape.stage_tiles,
+        "stages": shape.stages,
+        "blocks_per_sm": shape.blocks_per_sm,
+    }
+
+
+def _block(constants: Constants) -> Grid:
+    groups = constants["num_kv_heads"] * head_tiles(constants["gqa_ratio"])
+    return (32 * groups * constants["token_warps"], 1, 1)
+
+
+def _grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
+    return (limits.num_sms * constants["blocks_per_sm"] if values[0] else 0, 1, 1)
+
+
+def _entry(fmt: str) -> KernelEntry:
+    name = f"paged_decode_attn_planned_{fmt}"
+    layout = ("data_section_bytes",) if fmt == "nvfp4" else ()
+    strides = {"bf16": {}, "fp8": {"cache_stride": 16}}.get(
+        fmt, {"block_stride_bytes": 16, "data_section_bytes": 16}
+    )
+
+    def shared_mem(constants: Constants) -> int:
+        image = image_bytes(fmt, constants["num_kv_heads"], constants["head_dim"])
+        return constants["stages"] * constants["stage_tiles"] * 2 * image
+
+    return KernelEntry(
+        module=name,
+        entry=name,
+        spec_names=("head_dim", "gqa_ratio", "num_kv_heads", "block_size", *(("joined",) if layout else ())),
+        specialise=lambda scalars: _spec(fmt, scalars),
+        scalar_names=("head_dim", "block_size", "num_q_heads", "num_kv_heads", *layout),
+        derived=lambda spec, limits: _derived(fmt, spec, limits),
+        block=_block,
+        grid_names=("num_seqs",),
+        grid=_grid,
+        holds={
+            "q": "bf16",
+            "k_cache": fmt,
+            "v_cache": fmt,
+            "output": "bf16",
+            "lse": "f32",
+            "part_o": "f32",
+            "part_state": "f32",
+            "counters": "u32",
+            "block_tables": "i32",
+            "seq_lens": "i32",
+        },
+        multiples={"q": 16, "k_cache": 16, "v_cache": 16, "output": 16, "lse": 4, "part_o": 16, "q_stride": 8}
+        | {"part_state": 8, "counters": 4, "block_tables": 4, "seq_lens": 4}
+        | strides,
+        strided=frozenset({"q"}),
+        shared_mem=shared_mem,
+        cooperative=True,
+    )
+
+
+ENTRIES = tuple(_entry(fmt) for fmt in ("bf16", "fp8", "nvfp4"))

@@ -1,0 +1,266 @@
+// Decode at the memory roofline: persistent blocks, each with all KV heads of its share of the cache,
+// streaming whole tiles through a ring of shared-memory stages.
+//
+// Warp w works on KV head w % NUM_KV_HEADS (times head tiles) and every TOKEN_WARPS-th tile of a stage.
+#pragma once
+#include "attention/warp_attention.cuh"
+#include "ring/merge.cuh"
+#include "ring/pipeline.cuh"
+
+// Warps of a ring block: heads fastest, then token warps.
+template <int NUM_KV_HEADS, int GQA_RATIO, int TOKEN_WARPS>
+struct RingShape {
+  static constexpr int HEAD_TILES = (GQA_RATIO + TILE_HEADS - 1) / TILE_HEADS;
+  static constexpr int GROUPS = NUM_KV_HEADS * HEAD_TILES;
+  static constexpr int WARPS = GROUPS * TOKEN_WARPS;
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr int NUM_Q_HEADS = NUM_KV_HEADS * GQA_RATIO;
+
+  static DEVICE int warp() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
+  static DEVICE int merge_group() { return warp() % GROUPS; }
+  static DEVICE int token_warp() { return warp() / GROUPS; }
+  static DEVICE int kv_head() { return merge_group() / HEAD_TILES; }
+  static DEVICE int head_tile() { return merge_group() % HEAD_TILES; }
+  static DEVICE int first_head() { return kv_head() * GQA_RATIO + head_tile() * TILE_HEADS; }
+  static DEVICE int heads() { return smaller(TILE_HEADS, GQA_RATIO - head_tile() * TILE_HEADS); }
+};
+
+// Sequences whose plan fits in shared memory; the same figure as in cupaged/registry/ring.py.
+constexpr u32 MAX_PLANNED_SEQS = 512;
+
+struct RingProblem {
+  const bf16_bits* q;  // BF16 [num_seqs, num_q_heads, HEAD_DIM], q_stride elements between sequences
+  u64 q_stride;
+  float score_scale;  // softmax scale, times k_scale
+  Lengths lengths;
+  Pools pools;
+  Results results;
+  Parts parts;
+  u32* counters;  // two a sequence, zero before the first launch
+};
+
+template <class Format, int HEAD_DIM, int NUM_KV_HEADS, int GQA_RATIO, int BLOCK_SIZE, int STAGE_TILES,
+          int STAGES, int TOKEN_WARPS, bool JOINED>
+struct RingDecode {
+  using Shape = RingShape<NUM_KV_HEADS, GQA_RATIO, TOKEN_WARPS>;
+  using Layout = StageLayout<Format, NUM_KV_HEADS, BLOCK_SIZE, STAGE_TILES, JOINED>;
+  using Ring = Pipeline<Layout, BLOCK_SIZE, STAGES, Shape::WARPS>;
+  using Warp = WarpAttention<Format, HEAD_DIM, LazyReference>;
+  using Part = PartLayout<Shape::NUM_Q_HEADS, HEAD_DIM>;
+  using Tiles = StagedTiles<Format, Layout, TOKEN_WARPS>;
+  static constexpr int WARP_TILES = STAGE_TILES / TOKEN_WARPS;
+  static_assert(STAGE_TILES % TOKEN_WARPS == 0, "every warp has as many tiles");
+
+  struct Shared {
+    typename Ring::Shared ring;
+    u32 unit_start[MAX_PLANNED_SEQS + 1];
+  };
+
+  const RingProblem& problem;
+  Shared& shared;
+  u8* stages;
+  Ring ring;
+  Shares shares;
+  u32 first_unit, end_unit;  // this block's share
+
+  static DEVICE Unit unit_at(const RingProblem& problem, const u32* unit_start, u32 seq, u32 unit) {
+    const TokenRange range = problem.lengths.range(seq);
+    const u32 first_tile = range.begin / TILE_TOKENS + (unit - unit_start[seq]) * STAGE_TILES;
+    return {seq, first_tile * TILE_TOKENS, range};
+  }
+
+  // Walks forward through the units that this warp fetches.
+  struct Fetcher {
+    const RingDecode& block;
+    u32 seq;
+
+    DEVICE typename Ring::Order prepare(u32 unit) {
+      const u32* unit_start = block.shared.unit_start;
+      while (unit >= unit_start[seq + 1]) seq++;
+      return block.ring.prepare(unit_at(block.problem, unit_start, seq, unit));
+    }
+  };
+
+  // Iteration counters of the ring, and whose turn it is to fetch.
+  struct Progress {
+    Fetcher fetcher;
+    typename Ring::Order next;  // of this warp's next turn
+    u32 iteration;
+
+    DEVICE u32 stage() const { return iteration % STAGES; }
+    DEVICE u32 parity() const { return iteration / STAGES % 2; }
+
+    // Turn j, for j = warp, warp + WARPS, ...: stage j % STAGES is refilled with iteration j + STAGES.
+    DEVICE void prepare_turn(const RingDecode& block, u32 turn) {
+      const u32 unit = block.first_unit + turn + STAGES;
+      if (unit < block.end_unit) next = fetcher.prepare(unit);
+    }
+    DEVICE void take_turn(const RingDecode& block) {
+      if (iteration == 0) return;
+      const u32 turn = iteration - 1;
+      if (turn % Shape::WARPS != static_cast<u32>(Shape::warp())) return;
+      if (block.first_unit + turn + STAGES >= block.end_unit) return;
+      const int s = turn % STAGES;
+      block.ring.wait_empty(s, turn / STAGES % 2);
+      block.ring.fill(s, next);
+      prepare_turn(block, turn + Shape::WARPS);
+    }
+  };
+
+  DEVICE Progress start(u32 seq) const {
+    Progress progress = {{*this, seq}, {}, 0};
+    for (u32 s = Shape::warp(); s < STAGES && first_unit + s < end_unit; s += Shape::WARPS)
+      ring.fill(s, progress.fetcher.prepare(first_unit + s));
+    progress.prepare_turn(*this, Shape::warp());
+    return progress;
+  }
+
+  // One stage: this warp's tiles of it.
+  template <bool MASKED>
+  DEVICE void step(Warp& warp, Progress& progress, const Unit& unit, bool& invalid) const {
+    const u32 s = progress.stage();
+    ring.wait_full(s, progress.parity());
+    invalid |= shared.ring.invalid[s] != 0;
+    const Tiles tiles = {stages + s * Layout::STAGE_BYTES, warp.lane, unit.start, Shape::kv_head(),
+                         Shape::token_warp()};
+    warp.template fold<WARP_TILES, MASKED>(tiles, unit.range, [&] { progress.take_turn(*this); });
+    ring.release(s);
+    progress.iteration++;
+  }
+
+  // The units [unit, segment_end) of one sequence; then its result, or this block's part of it.
+  DEVICE void run_segment(Progress& progress, u32 seq, u32 unit, u32 segment_end) const {
+    Warp warp;
+    warp.begin(problem.q + seq * problem.q_stride + static_cast<u64>(Shape::first_head()) * HEAD_DIM,
+               Shape::heads(), problem.score_scale * LOG2_E);
+    bool invalid = false;
+    Unit current = unit_at(problem, shared.unit_start, seq, unit);
+    for (; unit < segment_end; unit++, current.start += Layout::STAGE_TOKENS) {
+      if (current.start >= current.range.begin && current.start + Layout::STAGE_TOKENS <= current.range.end) {
+        step<false>(warp, progress, current, invalid);
+      } else {
+        step<true>(warp, progress, current, invalid);
+      }
+    }
+    warp.finish();
+    merge_token_warps<Shape, TOKEN_WARPS, 2>(warp);
+    if (invalid) warp.state[0].sum = warp.state[1].sum = quiet_nan();
+    const u32 seq_first = shared.unit_start[seq], seq_end = shared.unit_start[seq + 1];
+    const bool whole = seq_first >= first_unit && seq_end <= end_unit;
+    if (Shape::token_warp() == 0) {
+      if (whole) {
+        store_result(warp, seq);
+      } else {
+        store_part(warp, Sharers::slot(blockIdx.x, seq_first > first_unit));
+      }
+    }
+    if (!whole) MergeCounters::of(problem.counters, seq).arrive();
+  }
+
+  DEVICE void store_result(const Warp& warp, u32 seq) const {
+    const u64 row = static_cast<u64>(seq) * Shape::NUM_Q_HEADS + Shape::first_head();
+    float factor[2];
+    UNROLL for (int k = 0; k < 2; k++) {
+      factor[k] = warp.state[k].normalizer() * problem.results.value_factor;
+      const int head = 2 * warp.lane.quad + k;
+      if (warp.lane.row == 0 && head < Shape::heads())
+        problem.results.store_lse(row + head, warp.state[k]);
+    }
+    visit_output<Format>(warp, Shape::heads(), [&](int head, int k, int dim, float4 values) {
+      store_bf16x4(problem.results.output + (row + head) * HEAD_DIM + dim, values, factor[k]);
+    });
+  }
+
+  DEVICE void store_part(const Warp& warp, u32 slot) const {
+    const int first = Shape::first_head();
+    visit_output<Format>(warp, Shape::heads(), [&](int head, int, int dim, float4 values) {
+      *reinterpret_cast<float4*>(problem.parts.o + Part::o_at(slot, first + head) + dim) = values;
+    });
+    UNROLL for (int k = 0; k < 2; k++) {
+      const int head = 2 * warp.lane.quad + k;
+      if (warp.lane.row == 0 && head < Shape::heads())
+        problem.parts.state[Part::state_at(slot, first + head)] =
+            make_float2(warp.state[k].reference, warp.state[k].sum);
+    }
+  }
+
+  // Few sharers: a warp an item, whole heads. Many: all warps an item, 32 dims.
+  DEVICE void merge_shared(u32 seq) const {
+    using Few = PartMerge<Shape::NUM_Q_HEADS, HEAD_DIM, Shape::WARPS, 1, 1>;
+    using Many = PartMerge<Shape::NUM_Q_HEADS, HEAD_DIM, Shape::WARPS, 4, Shape::WARPS>;
+    __shared__ typename Many::Shared scratch;
+    const Sharers sharers = Sharers::of(shares, shared.unit_start[seq], shared.unit_start[seq + 1]);
+    const MergeCounters counters = MergeCounters::of(problem.counters, seq);
+    counters.wait_for(sharers.count);
+    const u32 index = blockIdx.x - sharers.first;
+    if (sharers.count >= 24) {
+      Many::run(problem.parts, sharers, index, seq, problem.results, scratch);
+    } else {
+      Few::run(problem.parts, sharers, index, seq, problem.results,
+               *reinterpret_cast<typename Few::Shared*>(&scratch));
+    }
+    counters.finish(sharers.count);
+  }
+
+  // Sequences without units belong to nobody's share: their rows are zeros, or NaN where the length was
+  // wrong. The warps of all blocks take 32 sequences at a time.
+  DEVICE void store_unattended() const {
+    const u32 lane = threadIdx.x % WARP_SIZE;
+    const u32 step = gridDim.x * Shape::WARPS * 32;
+    for (u32 base = (blockIdx.x * Shape::WARPS + Shape::warp()) * 32; base < problem.lengths.num_seqs;
+         base += step) {
+      const u32 mine = base + lane;
+      const bool none = mine < problem.lengths.num_seqs &&
+                        shared.unit_start[mine] == shared.unit_start[mine + 1];
+      u32 found = __ballot_sync(FULL_WARP, none);
+      while (found != 0) {
+        const u32 seq = base + __ffs(static_cast<int>(found)) - 1;
+        found &= found - 1;
+        const float sum = problem.lengths.fits(seq) ? 0.0f : quiet_nan();
+        const u64 row = static_cast<u64>(seq) * Shape::NUM_Q_HEADS;
+        for (u32 i = lane; i < Shape::NUM_Q_HEADS * HEAD_DIM / 4; i += 32)
+          store_bf16x4(problem.results.output + row * HEAD_DIM + 4 * i, make_float4(sum, sum, sum, sum), 1.0f);
+        for (u32 head = lane; head < Shape::NUM_Q_HEADS; head += 32)
+          problem.results.store_lse(row + head, {0.0f, sum});
+      }
+    }
+  }
+
+  static DEVICE void run(const RingProblem& problem) {
+    DYNAMIC_SHARED(u8, stages);
+    __shared__ Shared shared;
+    if (threadIdx.x == 0) Ring::init(shared.ring);
+    if (Shape::warp() == 0) scan_units(problem.lengths, STAGE_TILES, shared.unit_start);
+    __syncthreads();
+
+    const u32 num_seqs = problem.lengths.num_seqs;
+    RingDecode block = {problem, shared, stages, {shared.ring, stages, problem.pools},
+                        Shares::among(shared.unit_start[num_seqs], gridDim.x), 0, 0};
+    block.store_unattended();
+    if (blockIdx.x >= block.shares.blocks) return;
+    block.first_unit = block.shares.first_unit(blockIdx.x);
+    block.end_unit = block.shares.first_unit(blockIdx.x + 1);
+
+    u32 seq = sequence_of_unit(shared.unit_start, num_seqs, block.first_unit);
+    while (shared.unit_start[seq + 1] <= block.first_unit) seq++;
+    Progress progress = block.start(seq);
+    u32 to_merge[2] = {0, 0};
+    int merges = 0;
+    for (u32 unit = block.first_unit; unit < block.end_unit; seq++) {
+      const u32 seq_first = shared.unit_start[seq], seq_end = shared.unit_start[seq + 1];
+      const u32 segment_end = min(block.end_unit, seq_end);
+      if (unit < segment_end) block.run_segment(progress, seq, unit, segment_end);
+      if (unit < segment_end && (seq_first < block.first_unit || seq_end > block.end_unit)) {
+        if (merges == 0) {
+          to_merge[0] = seq;
+        } else {
+          to_merge[1] = seq;
+        }
+        merges++;
+      }
+      unit = max(unit, segment_end);
+    }
+    if (merges > 0) block.merge_shared(to_merge[0]);
+    if (merges > 1) block.merge_shared(to_merge[1]);
+  }
+};

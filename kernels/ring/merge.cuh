@@ -1,0 +1,173 @@
+// Parts of sequences that several blocks share, and their merge by those same blocks.
+//
+// A part, in the planner's private workspace: o F32 [NUM_Q_HEADS, HEAD_DIM] (not normalised, V's operands
+// as they are) and, apart, (reference in log2 units, sum) F32 pairs [NUM_Q_HEADS].
+#pragma once
+#include "attention/block_attention.cuh"
+#include "ring/plan.cuh"
+
+struct Parts {
+  float* o;
+  float2* state;
+};
+
+template <int NUM_Q_HEADS, int HEAD_DIM>
+struct PartLayout {
+  static DEVICE u64 state_at(u32 slot, int head) { return static_cast<u64>(slot) * NUM_Q_HEADS + head; }
+  static DEVICE u64 o_at(u32 slot, int head) { return state_at(slot, head) * HEAD_DIM; }
+};
+
+// Where results go. output BF16 [num_seqs, num_q_heads, HEAD_DIM]; lse F32 [num_seqs, num_q_heads] in
+// natural units, or null.
+struct Results {
+  bf16_bits* output;
+  float* lse;
+  float value_factor;  // v_scale, and what V's operands lack
+
+  DEVICE void store_lse(u64 row, SoftmaxState state) const {
+    if (lse == nullptr) return;
+    lse[row] = state.sum == 0.0f ? negative_infinity()
+                                 : (state.reference + log2f(state.sum)) * LN_2;
+  }
+};
+
+// The weighted sum of parts that one lane has so far, for four dims.
+struct PartSum {
+  SoftmaxState state;
+  float4 o;
+
+  static DEVICE PartSum empty() { return {SoftmaxState::empty(), make_float4(0.0f, 0.0f, 0.0f, 0.0f)}; }
+
+  DEVICE void scale_o(float factor) { o.x *= factor, o.y *= factor, o.z *= factor, o.w *= factor; }
+  DEVICE void add_o(float4 other, float factor) {
+    o.x += other.x * factor, o.y += other.y * factor, o.z += other.z * factor, o.w += other.w * factor;
+  }
+  DEVICE void merge(SoftmaxState other, float4 other_o) {
+    const float2 factor = state.merge(other);
+    scale_o(factor.x);
+    add_o(other_o, factor.y);
+  }
+  DEVICE void merge_lane(int lane_distance) {
+    const SoftmaxState other = {__shfl_xor_sync(FULL_WARP, state.reference, lane_distance),
+                                __shfl_xor_sync(FULL_WARP, state.sum, lane_distance)};
+    const float4 other_o = make_float4(__shfl_xor_sync(FULL_WARP, o.x, lane_distance),
+                                       __shfl_xor_sync(FULL_WARP, o.y, lane_distance),
+                                       __shfl_xor_sync(FULL_WARP, o.z, lane_distance),
+                                       __shfl_xor_sync(FULL_WARP, o.w, lane_distance));
+    merge(other, other_o);
+  }
+};
+
+// One way to spread the merge of a sequence over threads. An item is a query head and DIMS of its dims,
+// worked on by ITEM_WARPS warps; in a warp, ROW_LANES groups of lanes take different parts.
+template <int NUM_Q_HEADS, int HEAD_DIM, int WARPS, int ROW_LANES, int ITEM_WARPS>
+struct PartMerge {
+  static constexpr int COLUMN_LANES = 32 / ROW_LANES;
+  static constexpr int DIMS = 4 * COLUMN_LANES;
+  static constexpr int CHUNKS = (HEAD_DIM + DIMS - 1) / DIMS;
+  static constexpr int ITEMS = NUM_Q_HEADS * CHUNKS;
+  static constexpr int ITEMS_AT_ONCE = WARPS / ITEM_WARPS;
+  static constexpr int ROWS_AT_ONCE = ROW_LANES * ITEM_WARPS;
+  static constexpr int BATCH = 4;  // parts a lane reads at once
+  using Layout = PartLayout<NUM_Q_HEADS, HEAD_DIM>;
+
+  struct Shared {
+    float4 o[WARPS][COLUMN_LANES];
+    float2 state[WARPS];
+  };
+
+  // Parts first, first + ROWS_AT_ONCE, ... of a head, dims dim .. dim + 3.
+  static DEVICE PartSum gather(const Parts& parts, const Sharers& sharers, u32 first, int head, int dim) {
+    PartSum total = PartSum::empty();
+    for (u32 begin = first; begin < sharers.count; begin += BATCH * ROWS_AT_ONCE) {
+      float2 state[BATCH];
+      float4 o[BATCH];
+      float target = total.state.reference;
+      UNROLL for (int b = 0; b < BATCH; b++) {
+        const u32 index = begin + b * ROWS_AT_ONCE;
+        const bool exists = index < sharers.count;
+        const u32 slot = sharers.slot_of(exists ? index : begin);
+        state[b] = __ldcg(parts.state + Layout::state_at(slot, head));
+        o[b] = __ldcg(reinterpret_cast<const float4*>(parts.o + Layout::o_at(slot, head) + dim));
+        if (!exists) state[b] = make_float2(EMPTY_REFERENCE, 0.0f), o[b] = make_float4(0, 0, 0, 0);
+        target = fmaxf(target, state[b].x);
+      }
+      total.scale_o(total.state.move_to(target));
+      UNROLL for (int b = 0; b < BATCH; b++) {
+        const float weight = ptx::exp2_approx(state[b].x - target);
+        total.state.sum += weight * state[b].y;
+        total.add_o(o[b], weight);
+      }
+    }
+    return total;
+  }
+
+  // Block number `index` of the sequence's sharers does its share of the items. All threads call it.
+  static DEVICE void run(const Parts& parts, const Sharers& sharers, u32 index, u32 seq,
+                         const Results& results, Shared& shared) {
+    const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+    const int column = lane % COLUMN_LANES, item_warp = warp % ITEM_WARPS;
+    for (u32 base = index * ITEMS_AT_ONCE; base < ITEMS; base += sharers.count * ITEMS_AT_ONCE) {
+      const u32 item = base + warp / ITEM_WARPS;
+      const int head = static_cast<int>(item / CHUNKS);
+      const int dim = static_cast<int>(item % CHUNKS) * DIMS + 4 * column;
+      const bool exists = item < ITEMS && dim < HEAD_DIM;
+      PartSum sum = PartSum::empty();
+      if (exists)
+        sum = gather(parts, sharers, lane / COLUMN_LANES + ROW_LANES * item_warp, head, dim);
+      UNROLL for (int distance = COLUMN_LANES; distance < 32; distance *= 2) sum.merge_lane(distance);
+      if constexpr (ITEM_WARPS > 1) {
+        if (lane < COLUMN_LANES) shared.o[warp][column] = sum.o;
+        if (lane == 0) shared.state[warp] = make_float2(sum.state.reference, sum.state.sum);
+        __syncthreads();
+        if (item_warp == 0) {
+          for (int w = 1; w < ITEM_WARPS; w++) {
+            const float2 state = shared.state[warp + w];
+            sum.merge({state.x, state.y}, shared.o[warp + w][column]);
+          }
+        }
+        __syncthreads();
+      }
+      if (exists && item_warp == 0 && lane < COLUMN_LANES) {
+        const u64 row = static_cast<u64>(seq) * NUM_Q_HEADS + head;
+        store_bf16x4(results.output + row * HEAD_DIM + dim, sum.o,
+                     sum.state.normalizer() * results.value_factor);
+        if (dim == 0) results.store_lse(row, sum.state);
+      }
+    }
+  }
+};
+
+// Two counters a sequence, zero between launches: blocks that left their part, and blocks that are done
+// merging. The last to be done sets both back.
+struct MergeCounters {
+  u32* arrived;
+  u32* done;
+
+  static DEVICE MergeCounters of(u32* counters, u32 seq) {
+    return {counters + 2 * static_cast<u64>(seq), counters + 2 * static_cast<u64>(seq) + 1};
+  }
+
+  // By all threads, after their part is written.
+  DEVICE void arrive() const {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      ptx::atomic_add_acq_rel(arrived, 1);
+    }
+  }
+  // Returns once all sharers have arrived. They spin: the launch must be co-operative.
+  DEVICE void wait_for(u32 count) const {
+    if (threadIdx.x == 0) {
+      while (ptx::load_acquire(arrived) < count) ptx::spin_pause();
+    }
+    __syncthreads();
+  }
+  DEVICE void finish(u32 count) const {
+    __syncthreads();
+    if (threadIdx.x == 0 && ptx::atomic_add_acq_rel(done, 1) == count - 1) {
+      *arrived = 0;
+      *done = 0;
+    }
+  }
+};
