@@ -7,28 +7,57 @@ import os
 import tempfile
 import threading
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+
+from cupaged.errors import BackendUnavailableError
+
+DIR_VARIABLE = "CUPAGED_CACHE_DIR"
 
 _lock = threading.Lock()
 _temporary: tempfile.TemporaryDirectory[str] | None = None
 
 
-def cache_dir() -> Path:
-    """The cache folder, made if it does not exist.
+@dataclass(frozen=True)
+class Place:
+    """The cache folder asked for.
 
-    ``$CUPAGED_CACHE_DIR``, else ``$XDG_CACHE_HOME/cupaged``, else ``~/.cache/cupaged``. Where that cannot
-    be written: a folder of this process alone, with one warning.
+    Attributes:
+        path: the folder, or None where there is no home directory to have it in.
+        problem: why it cannot be written, or an empty string.
+    """
+
+    path: Path | None
+    problem: str
+
+
+def place() -> Place:
+    """The cache folder that the environment asks for, made if it does not exist.
+
+    ``$CUPAGED_CACHE_DIR``, else ``$XDG_CACHE_HOME/cupaged``, else ``~/.cache/cupaged``.
     """
     try:
         wanted = _wanted_dir()
     except RuntimeError as error:  # no home directory
-        return _fallback("a home directory", str(error))
+        return Place(None, str(error))
     try:
         wanted.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=wanted):
-            return wanted
+            return Place(wanted, "")
     except OSError as error:
-        return _fallback(str(wanted), error.strerror or str(error))
+        return Place(wanted, error.strerror or str(error))
+
+
+def cache_dir() -> Path:
+    """The folder of `place`; where that cannot be written, one of this process alone, with one warning.
+
+    Raises:
+        BackendUnavailableError: no folder at all can be written; the message says what to set.
+    """
+    asked = place()
+    if asked.path is not None and not asked.problem:
+        return asked.path
+    return _fallback("a home directory" if asked.path is None else str(asked.path), asked.problem)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -48,11 +77,11 @@ def write_atomically(path: Path, content: bytes) -> None:
                 temporary.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        _warn_once(f"cannot write {path} ({error.strerror or error}); it is compiled again next time")
+        warn_once(f"cannot write {path} ({error.strerror or error}); it is compiled again next time")
 
 
 def _wanted_dir() -> Path:
-    if own := os.environ.get("CUPAGED_CACHE_DIR"):
+    if own := os.environ.get(DIR_VARIABLE):
         return Path(own).expanduser().absolute()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).absolute() / "cupaged"
@@ -63,15 +92,23 @@ def _fallback(wanted: str, reason: str) -> Path:
     global _temporary
     with _lock:
         if _temporary is None:
-            _temporary = tempfile.TemporaryDirectory(prefix="cupaged-")
+            try:
+                _temporary = tempfile.TemporaryDirectory(prefix="cupaged-")
+            except OSError as error:
+                raise BackendUnavailableError(
+                    f"no folder for compiled kernels: cannot write to {wanted} ({reason}), nor to a "
+                    f"temporary folder ({error.strerror or error}). Name one that can be written: "
+                    f"export {DIR_VARIABLE}=/some/folder"
+                ) from error
         folder = Path(_temporary.name)
-    _warn_once(
+    warn_once(
         f"cannot write to {wanted} ({reason}): compiled kernels are kept in {folder} and lost at exit. "
-        "Set CUPAGED_CACHE_DIR to a folder that can be written"
+        f"Name a folder that can be written: export {DIR_VARIABLE}=/some/folder"
     )
     return folder
 
 
 @functools.lru_cache(maxsize=16)
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warn, once for each message."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -238,8 +238,8 @@ DEVICE uint4 load_streaming_16(const void* pointer) {
   return v;
 }
 
-// Called inside a spin on global memory; the emulator runs another thread here.
-DEVICE void spin_pause() { __nanosleep(20); }
+// Called inside a spin on global memory. A GPU needs no pause; the emulator runs another thread here.
+DEVICE void spin_pause() {}
 
 }  // namespace ptx
 #endif

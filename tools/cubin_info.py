@@ -1,9 +1,9 @@
 """Registers, shared memory and spills of the package's kernels, as the assembler in NVRTC reports them.
 
-    python -m tools.cubin_info [--arch sm_90a] [--spec head_dim=128 ...] [NAME ...]
+    python -m tools.cubin_info [--arch sm_90a] [--spec head_dim=128] ... [NAME ...]
 
-NAME is a module or an entry; without one, every kernel is shown. Needs NVRTC, but neither a GPU nor any
-tool of the CUDA toolkit.
+NAME is a module or an entry; without one, every kernel that the architecture can run is shown. Needs NVRTC,
+but neither a GPU nor any tool of the CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cupaged.backends.cupy import nvrtc
-from cupaged.registry import KernelEntry, check_constant, entries
+from cupaged.errors import ArgumentValueError
+from cupaged.registry import KernelEntry, check_constant, entries, limits_of_capability
 from cupaged.source import KernelSource, kernels_dir, read_parameters
 
-DEFAULT_SPEC = {"head_dim": 128, "gqa_ratio": 4, "block_size": 16}
+DEFAULT_SPEC = {"head_dim": 128, "gqa_ratio": 4, "block_size": 16, "num_kv_heads": 8, "joined": 1}
 VERBOSE = "--ptxas-options=-v"
 
 
@@ -72,12 +73,22 @@ def parse_log(log: str) -> dict[str, Usage]:
     return usages
 
 
-def source_of(entry: KernelEntry, spec: Mapping[str, int]) -> KernelSource:
-    """The source of an entry with those of the constants that it takes."""
+def constants_of(entry: KernelEntry, spec: Mapping[str, int], arch: str) -> dict[str, int]:
+    """All constants of an entry, as shaped for an architecture, with those of `spec` that it takes.
+
+    Raises:
+        ArgumentValueError: the architecture has no room for it, or not the instructions.
+    """
+    limits = limits_of_capability(int("".join(filter(str.isdigit, arch))), num_sms=1)
+    return entry.constants({name: spec[name] for name in entry.spec_names}, limits)
+
+
+def source_of(entry: KernelEntry, spec: Mapping[str, int], arch: str) -> KernelSource:
+    """The source of an entry with the constants of `constants_of`."""
+    constants = constants_of(entry, spec, arch)
     path = kernels_dir() / f"{entry.module}.cu"
-    own = {name: spec[name] for name in entry.spec_names}
     parameters = read_parameters(path, entry.entry, path.stat().st_mtime_ns)
-    return KernelSource(path, entry.entry, parameters, entry.defines(own))
+    return KernelSource(path, entry.entry, parameters, entry.defines(constants))
 
 
 def usage_of(source: KernelSource, arch: str) -> dict[str, Usage]:
@@ -91,8 +102,15 @@ def usage_of(source: KernelSource, arch: str) -> dict[str, Usage]:
 
 def _rows(names: Sequence[str], spec: Mapping[str, int], arch: str) -> Iterator[Usage]:
     for entry in entries():
-        if not names or entry.module in names or entry.entry in names:
-            yield usage_of(source_of(entry, spec), arch)[entry.entry]
+        if names and entry.module not in names and entry.entry not in names:
+            continue
+        try:
+            source = source_of(entry, spec, arch)
+        except ArgumentValueError:
+            if names:
+                raise
+            continue
+        yield usage_of(source, arch)[entry.entry]
 
 
 def _constant(text: str) -> tuple[str, int]:
@@ -104,7 +122,7 @@ def _constant(text: str) -> tuple[str, int]:
     try:
         check_constant(name, int(value))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
     return name, int(value)
 
 
@@ -114,9 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = sorted({name for entry in entries() for name in (entry.module, entry.entry)})
     parser.add_argument("names", nargs="*", metavar="NAME", help="modules or entries; all of them by default")
     parser.add_argument("--arch", default="sm_90a", help="target, as sm_90a")
-    parser.add_argument(
-        "--spec", type=_constant, nargs="+", default=[], metavar="NAME=VALUE", help="constants"
-    )
+    parser.add_argument("--spec", type=_constant, action="append", default=[], metavar="NAME=VALUE")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(known))
     if unknown:

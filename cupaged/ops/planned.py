@@ -10,12 +10,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cupaged.errors import ArgumentValueError
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.ops._checks import check_decode, check_scale, check_size, check_stride, launcher, pool_blocks
+from cupaged.registry.ring import MAX_PLANNED_SEQS
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
+
+
+def _check_batch(
+    output: Any, lse: Any, counters: Any, num_seqs: int, num_q_heads: int, head_dim: int
+) -> None:
+    if num_seqs > MAX_PLANNED_SEQS:
+        raise ArgumentValueError(f"num_seqs: got {num_seqs}, allowed is 0 to {MAX_PLANNED_SEQS}")
+    check_size("output", output, num_seqs * num_q_heads * head_dim)
+    check_size("lse", lse, num_seqs * num_q_heads)
+    check_size("counters", counters, 2 * num_seqs)
 
 
 @launcher
@@ -63,9 +75,7 @@ def paged_decode_attn_planned_bf16(
         inv_sqrt_d,
         q_stride,
     )
-    check_size("output", output, num_seqs * num_q_heads * head_dim)
-    check_size("lse", lse, num_seqs * num_q_heads)
-    check_size("counters", counters, 2 * num_seqs)
+    _check_batch(output, lse, counters, num_seqs, num_q_heads, head_dim)
     block_bytes = 2 * block_size * num_kv_heads * head_dim
     blocks = pool_blocks(num_blocks, k_cache, v_cache, block_bytes, block_bytes)
     if num_seqs == 0:
@@ -144,9 +154,7 @@ def paged_decode_attn_planned_fp8(
         inv_sqrt_d,
         q_stride,
     )
-    check_size("output", output, num_seqs * num_q_heads * head_dim)
-    check_size("lse", lse, num_seqs * num_q_heads)
-    check_size("counters", counters, 2 * num_seqs)
+    _check_batch(output, lse, counters, num_seqs, num_q_heads, head_dim)
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
     block_bytes = block_size * num_kv_heads * head_dim
     check_stride("cache_stride", cache_stride, block_bytes)
@@ -229,9 +237,7 @@ def paged_decode_attn_planned_nvfp4(
         inv_sqrt_d,
         q_stride,
     )
-    check_size("output", output, num_seqs * num_q_heads * head_dim)
-    check_size("lse", lse, num_seqs * num_q_heads)
-    check_size("counters", counters, 2 * num_seqs)
+    _check_batch(output, lse, counters, num_seqs, num_q_heads, head_dim)
     values = block_size * num_kv_heads * head_dim
     check_stride("data_section_bytes", data_section_bytes, values // 2)
     block_bytes = data_section_bytes + values // 16

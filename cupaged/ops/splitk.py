@@ -277,6 +277,7 @@ def _reduce(
     check_splits(num_splits)
     check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
     check_size("output", output, num_seqs * num_q_heads * head_dim)
+    check_size("seq_lens", seq_lens, num_seqs)
     if num_seqs == 0:
         return
     (

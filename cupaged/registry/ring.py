@@ -45,7 +45,7 @@ def _static_shared(groups: int, token_warps: int) -> int:
     """Bytes for the plan, the barriers, the merge of parts, and the exchange between token warps."""
     warps = groups * token_warps
     exchange = warps // 2 * 3 * 512 if token_warps > 1 else 0
-    return 4 * (MAX_PLANNED_SEQS + 1) + 256 + warps * 136 + exchange
+    return 8 * (MAX_PLANNED_SEQS + 1) + 256 + warps * 136 + exchange
 
 
 def ring_shape(

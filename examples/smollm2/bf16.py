@@ -13,7 +13,8 @@ def to_bf16(values: Any) -> Any:
     """BF16 bit patterns (uint16, same shape, contiguous) of a float32 array, rounded to nearest even."""
     if isinstance(values, np.ndarray):
         return np.ascontiguousarray(values.astype(ml_dtypes.bfloat16)).view(np.uint16)
-    return _cupy_rounder()(values)
+    rounder, contiguous = _cupy_rounder()
+    return rounder(contiguous(values))
 
 
 def from_bf16(bits: Any) -> Any:
@@ -22,12 +23,12 @@ def from_bf16(bits: Any) -> Any:
 
 
 @functools.cache
-def _cupy_rounder() -> Any:
+def _cupy_rounder() -> tuple[Any, Any]:
     import cupy
 
     # One launch instead of the five that array arithmetic on the bits would take. Adding 0x7FFF and the
     # lowest kept bit rounds to nearest even; a NaN is kept one by setting its highest fraction bit.
-    return cupy.ElementwiseKernel(
+    rounder = cupy.ElementwiseKernel(
         "float32 value",
         "uint16 bits",
         """
@@ -38,3 +39,4 @@ def _cupy_rounder() -> Any:
         """,
         "float32_to_bf16_bits",
     )
+    return rounder, cupy.ascontiguousarray

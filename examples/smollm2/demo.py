@@ -73,23 +73,27 @@ def main(
     console = Console(highlight=False)
     try:
         device = choose_device(backend)
-        console.print(f"Backend: [bold]{device.gpu.name}[/bold] ({device.reason})", soft_wrap=True)
+        console.out(f"Backend: {device.gpu.name} ({device.reason})")
         checkpoint = load_checkpoint(model or find_model())
     except (ModelNotFoundError, UnsupportedModelError, CupagedError) as error:
-        Console(stderr=True, highlight=False).print(str(error), style="red", markup=False)
+        Console(stderr=True, highlight=False).out(str(error), style="red")
         raise typer.Exit(1) from None
     tokenizer = ChatTokenizer(checkpoint.tokenizer)
     transformer = Transformer(checkpoint, device.xp)
-    console.print(f"Model: {checkpoint.config.name}, loaded in {time.perf_counter() - begin:.1f} s")
+    console.out(f"Model: {checkpoint.config.name}, loaded in {time.perf_counter() - begin:.1f} s")
 
     prompt_ids = tokenizer.encode(tokenizer.chat_prompt(prompt, system=system))
-    cache = PagedCache(device, checkpoint.config, cache_format, len(prompt_ids) + max_tokens)
-    console.print(f"Prompt: {prompt}\n", markup=False)
+    num_tokens = len(prompt_ids) + max_tokens
+    if num_tokens > checkpoint.config.context_length:
+        limit = checkpoint.config.context_length
+        raise typer.BadParameter(f"prompt and --max-tokens make {num_tokens} tokens, the model takes {limit}")
+    cache = PagedCache(device, checkpoint.config, cache_format, num_tokens)
+    console.out(f"Prompt: {prompt}\n")
     ids = generate(Session(transformer, cache), prompt_ids, max_tokens=max_tokens, eos=tokenizer.eos,
                    temperature=temperature, seed=seed)  # fmt: skip
     answer = stream_answer(console, tokenizer, ids, begin)
     rows = compare_formats(console, device, transformer, tokenizer) if table else []
-    console.print(f"Whole demo: {time.perf_counter() - begin:.1f} s")
+    console.out(f"Whole demo: {time.perf_counter() - begin:.1f} s")
     if json_path is not None:
         json_path.write_text(json.dumps(results_json(device, answer, rows), indent=2) + "\n")
 
@@ -115,12 +119,12 @@ def stream_answer(
     pieces = []
     for piece in tokenizer.stream(timed()):
         pieces.append(piece)
-        console.print(piece, end="", markup=False, soft_wrap=True)
+        console.out(piece, end="")
         console.file.flush()
     first = (times[0] if times else time.perf_counter()) - begin
     rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
     speed = "" if rate is None else f", then {rate:.1f} tokens/s"
-    console.print(f"\n\n{len(times)} tokens; the first after {first:.1f} s{speed}")
+    console.out(f"\n\n{len(times)} tokens; the first after {first:.1f} s{speed}")
     return AnswerResult("".join(pieces), len(times), first, rate)
 
 

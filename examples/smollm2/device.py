@@ -6,10 +6,10 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from threadpoolctl import threadpool_limits
 
-from cupaged.backends.base import GpuBackend
-from cupaged.errors import BackendUnavailableError
+from cupaged import BackendUnavailableError, CupyBackend, EmulatorBackend, GpuBackend
 
 BACKENDS = ("auto", "cupy", "emulator")
 
@@ -45,37 +45,20 @@ def choose_device(backend: str = "auto") -> Device:
         raise ValueError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}")
     if backend == "emulator":
         return _emulator("asked for")
-    obstacle = _cupy_obstacle()
-    if obstacle is None:
-        return _cupy("asked for" if backend == "cupy" else "a GPU was found")
-    if backend == "cupy":
-        raise BackendUnavailableError(f"the cupy backend cannot run here: {obstacle}; try --backend emulator")
-    return _emulator(f"no GPU to use: {obstacle}")
-
-
-def _cupy_obstacle() -> str | None:
-    """Why CuPy cannot run here, or None if it can."""
     try:
-        cupy = importlib.import_module("cupy")
-    except ImportError:
-        return "CuPy is not installed"
-    try:
-        count = int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return str(error)
-    return None if count else "CUDA sees no device"
-
-
-def _cupy(reason: str) -> Device:
-    from cupaged import CupyBackend
-
-    return Device(CupyBackend(), importlib.import_module("cupy"), reason)
+        gpu = CupyBackend()
+    except BackendUnavailableError as error:
+        if backend == "cupy":
+            raise
+        obstacle, _, _ = str(error).partition(";")  # what follows is advice
+        return _emulator(obstacle)
+    return Device(
+        gpu, importlib.import_module("cupy"), "asked for" if backend == "cupy" else "a GPU was found"
+    )
 
 
 def _emulator(reason: str) -> Device:
-    from cupaged import EmulatorBackend
-
     # A decode step is 200 short matrix products and launches. Threads gain little in any of them and must
     # meet after each: where something else wants a core, that makes the whole several times slower.
     threadpool_limits(1, user_api="blas")
-    return Device(EmulatorBackend(workers=1), importlib.import_module("numpy"), reason)
+    return Device(EmulatorBackend(workers=1), np, reason)

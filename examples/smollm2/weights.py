@@ -110,12 +110,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         ModelNotFoundError: there is no such file.
-        UnsupportedModelError: not a Llama architecture with byte-level BPE of the SmolLM kind, or it has
-            tensors (biases, rotary factors) that this runtime would ignore.
+        UnsupportedModelError: not a GGUF file, not a Llama architecture with byte-level BPE of the SmolLM
+            kind, or tensors (biases, rotary factors) that this runtime would ignore.
     """
     if not path.is_file():
         raise ModelNotFoundError(f"there is no model file {path}")
-    reader = gguf.GGUFReader(path)
+    try:
+        reader = gguf.GGUFReader(path)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{path} is no GGUF file that can be read: {error}") from None
     config = _read_config(reader)
     tensors = {t.name: dequantize(t) for t in reader.tensors}
     _check_tensors(config, tensors)

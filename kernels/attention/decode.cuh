@@ -37,7 +37,8 @@ struct Decode {
   static DEVICE bool run(const DecodeProblem& problem, Warp& warp, TokenRange range) {
     const bf16_bits* q_rows = problem.q + static_cast<u64>(sequence()) * problem.q_stride +
                               static_cast<u64>(first_head()) * HEAD_DIM;
-    warp.begin(q_rows, Shape::heads(), problem.score_scale * LOG2_E);
+    warp.begin(load_query_row<Format, HEAD_DIM>(q_rows, Shape::heads(), Lane::current()),
+               problem.score_scale * LOG2_E);
     const PageWalk<BLOCK_SIZE> walk = {
         problem.k_cache,
         problem.v_cache,

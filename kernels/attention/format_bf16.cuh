@@ -15,9 +15,10 @@ struct Bf16Format {
   static constexpr int VALUE_CHUNK = smaller(8, power_of_two_divisor(HEAD_DIM / 8));
   using Dims = ValueDims<HEAD_DIM, VALUE_CHUNK>;
 
-  // Dim of q that belongs into B register `reg` (0, 1), half `half` of product `product` of a score.
-  static DEVICE int query_dim(int product, int reg, int half, int quad) {
-    return KEY_CHUNK * (quad + 4 * (product / 2)) + 4 * (product % 2) + 2 * reg + half;
+  // Which of the lane's own elements of q belongs into half `half` of B register `reg` of a product. A lane
+  // owns the dims of its K chunks, in their order.
+  static DEVICE constexpr int query_element(int product, int reg, int half) {
+    return 4 * product + 2 * reg + half;
   }
 
   static DEVICE u32 pack_weights(float low, float high) { return ptx::pack_bf16x2(low, high); }

@@ -16,8 +16,8 @@ struct Fp8Format {
   static constexpr int VALUE_CHUNK = smaller(16, power_of_two_divisor(HEAD_DIM / 8));
   using Dims = ValueDims<HEAD_DIM, VALUE_CHUNK>;
 
-  static DEVICE int query_dim(int product, int reg, int half, int quad) {
-    return KEY_CHUNK * (quad + 4 * (product / 4)) + 4 * (product % 4) + 2 * reg + half;
+  static DEVICE constexpr int query_element(int product, int reg, int half) {
+    return 4 * product + 2 * reg + half;
   }
 
   static DEVICE u32 pack_weights(float low, float high) { return ptx::pack_f16x2(low, high); }

@@ -24,9 +24,8 @@ struct Nvfp4Format {
   using Dims = ValueDims<HEAD_DIM, VALUE_CHUNK>;
 
   // A word's conversion pairs nibbles i and i + 4, so q is laid out the same way.
-  static DEVICE int query_dim(int product, int reg, int half, int quad) {
-    const int word = product / 2, in_word = 2 * (product % 2) + reg + 4 * half;
-    return KEY_CHUNK * (quad + 4 * (word / KEY_WORDS)) + 8 * (word % KEY_WORDS) + in_word;
+  static DEVICE constexpr int query_element(int product, int reg, int half) {
+    return 8 * (product / 2) + 2 * (product % 2) + reg + 4 * half;
   }
 
   static DEVICE u32 pack_weights(float low, float high) { return ptx::pack_f16x2(low, high); }

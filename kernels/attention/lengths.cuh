@@ -19,12 +19,12 @@ struct Lengths {
   u32 max_blocks_per_seq;
   u32 block_size;
 
-  // Attended tokens; none where the length does not fit.
-  DEVICE TokenRange range(u32 seq) const {
-    const i32 length = seq_lens[seq];
+  // Attended tokens of a length; none where it does not fit.
+  DEVICE TokenRange range_of(i32 length) const {
     return length_fits(length, max_blocks_per_seq, block_size)
                ? attended_range(static_cast<u32>(length), window)
                : TokenRange{0, 0};
   }
+  DEVICE TokenRange range(u32 seq) const { return range_of(seq_lens[seq]); }
   DEVICE bool fits(u32 seq) const { return length_fits(seq_lens[seq], max_blocks_per_seq, block_size); }
 };

@@ -53,7 +53,9 @@ struct Tiled {
     const bool fits = tile_tokens(problem, tokens);
     const u64 state_row = static_cast<u64>(sequence()) * problem.num_q_heads + first_head();
     Warp warp;
-    warp.begin(problem.q + state_row * HEAD_DIM, Shape::heads(), problem.softmax_scale * LOG2_E);
+    warp.begin(load_query_row<Format, HEAD_DIM>(problem.q + state_row * HEAD_DIM, Shape::heads(),
+                                                Lane::current()),
+               problem.softmax_scale * LOG2_E);
     const PageWalk<BLOCK_SIZE> walk = {
         problem.k_pool,
         problem.v_pool,

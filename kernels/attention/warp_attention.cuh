@@ -27,9 +27,9 @@ struct WarpAttention {
   float output[PRODUCTS][4];
 
   // log2_scale: softmax scale times log2(e), times whatever K's operands lack.
-  DEVICE void begin(const bf16_bits* q_rows, int heads, float log2_scale) {
+  DEVICE void begin(const QueryRow<HEAD_DIM>& row, float log2_scale) {
     lane = Lane::current();
-    query = load_query<Format, HEAD_DIM>(q_rows, heads, lane);
+    query = make_query_tile<Format>(row, lane);
     UNROLL for (int k = 0; k < 2; k++) {
       score_factor[k] = log2_scale * Format::OPERAND_SHIFT * query.restore[k];
       state[k] = SoftmaxState::empty();

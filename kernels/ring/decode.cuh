@@ -28,6 +28,17 @@ struct RingShape {
 // Sequences whose plan fits in shared memory; the same figure as in cupaged/registry/ring.py.
 constexpr u32 MAX_PLANNED_SEQS = 512;
 
+// The sequences a block shares with others: at most two.
+struct SharedSequences {
+  u32 seq[2];
+  int count;
+
+  DEVICE void add(u32 next) {
+    (count == 0 ? seq[0] : seq[1]) = next;
+    count++;
+  }
+};
+
 struct RingProblem {
   const bf16_bits* q;  // BF16 [num_seqs, num_q_heads, HEAD_DIM], q_stride elements between sequences
   u64 q_stride;
@@ -54,18 +65,20 @@ struct RingDecode {
   struct Shared {
     typename Ring::Shared ring;
     u32 unit_start[MAX_PLANNED_SEQS + 1];
+    i32 seq_lens[MAX_PLANNED_SEQS];  // a copy: it is looked up all the time
   };
 
   const RingProblem& problem;
   Shared& shared;
   u8* stages;
   Ring ring;
+  Lengths lengths;
   Shares shares;
   u32 first_unit, end_unit;  // this block's share
 
-  static DEVICE Unit unit_at(const RingProblem& problem, const u32* unit_start, u32 seq, u32 unit) {
-    const TokenRange range = problem.lengths.range(seq);
-    const u32 first_tile = range.begin / TILE_TOKENS + (unit - unit_start[seq]) * STAGE_TILES;
+  DEVICE Unit unit_at(u32 seq, u32 unit) const {
+    const TokenRange range = lengths.range(seq);
+    const u32 first_tile = range.begin / TILE_TOKENS + (unit - shared.unit_start[seq]) * STAGE_TILES;
     return {seq, first_tile * TILE_TOKENS, range};
   }
 
@@ -75,9 +88,8 @@ struct RingDecode {
     u32 seq;
 
     DEVICE typename Ring::Order prepare(u32 unit) {
-      const u32* unit_start = block.shared.unit_start;
-      while (unit >= unit_start[seq + 1]) seq++;
-      return block.ring.prepare(unit_at(block.problem, unit_start, seq, unit));
+      while (unit >= block.shared.unit_start[seq + 1]) seq++;
+      return block.ring.prepare(block.unit_at(seq, unit));
     }
   };
 
@@ -128,13 +140,19 @@ struct RingDecode {
     progress.iteration++;
   }
 
+  DEVICE QueryRow<HEAD_DIM> load_query(u32 seq) const {
+    const bf16_bits* rows =
+        problem.q + seq * problem.q_stride + static_cast<u64>(Shape::first_head()) * HEAD_DIM;
+    return load_query_row<Format, HEAD_DIM>(rows, Shape::heads(), Lane::current());
+  }
+
   // The units [unit, segment_end) of one sequence; then its result, or this block's part of it.
-  DEVICE void run_segment(Progress& progress, u32 seq, u32 unit, u32 segment_end) const {
+  DEVICE void run_segment(Progress& progress, const QueryRow<HEAD_DIM>& query, u32 seq, u32 unit,
+                          u32 segment_end) const {
     Warp warp;
-    warp.begin(problem.q + seq * problem.q_stride + static_cast<u64>(Shape::first_head()) * HEAD_DIM,
-               Shape::heads(), problem.score_scale * LOG2_E);
+    warp.begin(query, problem.score_scale * LOG2_E);
     bool invalid = false;
-    Unit current = unit_at(problem, shared.unit_start, seq, unit);
+    Unit current = unit_at(seq, unit);
     for (; unit < segment_end; unit++, current.start += Layout::STAGE_TOKENS) {
       if (current.start >= current.range.begin && current.start + Layout::STAGE_TOKENS <= current.range.end) {
         step<false>(warp, progress, current, invalid);
@@ -184,22 +202,45 @@ struct RingDecode {
     }
   }
 
-  // Few sharers: a warp an item, whole heads. Many: all warps an item, 32 dims.
-  DEVICE void merge_shared(u32 seq) const {
+  // Merges the sequences that this block shares: one, or two side by side. So that one batch of loads covers
+  // the parts where it can, few sharers take whole heads a warp, more take 32 dims a warp, and many take 32
+  // dims a block.
+  DEVICE void merge_shared(const SharedSequences& sequences) const {
     using Few = PartMerge<Shape::NUM_Q_HEADS, HEAD_DIM, Shape::WARPS, 1, 1>;
+    using Some = PartMerge<Shape::NUM_Q_HEADS, HEAD_DIM, Shape::WARPS, 4, 1>;
     using Many = PartMerge<Shape::NUM_Q_HEADS, HEAD_DIM, Shape::WARPS, 4, Shape::WARPS>;
     __shared__ typename Many::Shared scratch;
-    const Sharers sharers = Sharers::of(shares, shared.unit_start[seq], shared.unit_start[seq + 1]);
-    const MergeCounters counters = MergeCounters::of(problem.counters, seq);
-    counters.wait_for(sharers.count);
-    const u32 index = blockIdx.x - sharers.first;
-    if (sharers.count >= 24) {
-      Many::run(problem.parts, sharers, index, seq, problem.results, scratch);
-    } else {
-      Few::run(problem.parts, sharers, index, seq, problem.results,
-               *reinterpret_cast<typename Few::Shared*>(&scratch));
+    Sharers sharers[2];
+    UNROLL for (int i = 0; i < 2; i++) {
+      if (i < sequences.count)
+        sharers[i] = Sharers::of(shares, shared.unit_start[sequences.seq[i]],
+                                 shared.unit_start[sequences.seq[i] + 1]);
     }
-    counters.finish(sharers.count);
+    // One thread waits for each; they spin, so the launch is co-operative.
+    UNROLL for (int i = 0; i < 2; i++) {
+      if (i < sequences.count && threadIdx.x == 32 * i % Shape::THREADS)
+        MergeCounters::of(problem.counters, sequences.seq[i]).wait_for(sharers[i].count);
+    }
+    __syncthreads();
+
+    const bool side_by_side = sequences.count == 2 && Shape::WARPS % 2 == 0;
+    UNROLL for (int i = 0; i < 2; i++) {
+      if (i >= sequences.count) continue;
+      const u32 seq = sequences.seq[i], index = blockIdx.x - sharers[i].first;
+      // Which warps work on this sequence.
+      const int half = Shape::WARPS / 2;
+      const Team team = side_by_side ? Team{Shape::warp() - half * i, half} : Team{Shape::warp(), Shape::WARPS};
+      if (sharers[i].count > 2 * Some::ONE_BATCH) {
+        Many::run(problem.parts, sharers[i], index, seq, problem.results, {Shape::warp(), Shape::WARPS}, &scratch);
+      } else if (team.contains_caller()) {
+        if (sharers[i].count <= Few::ONE_BATCH) {
+          Few::run(problem.parts, sharers[i], index, seq, problem.results, team, nullptr);
+        } else {
+          Some::run(problem.parts, sharers[i], index, seq, problem.results, team, nullptr);
+        }
+      }
+      if (threadIdx.x == 0) MergeCounters::of(problem.counters, seq).finish(sharers[i].count);
+    }
   }
 
   // Sequences without units belong to nobody's share: their rows are zeros, or NaN where the length was
@@ -207,16 +248,16 @@ struct RingDecode {
   DEVICE void store_unattended() const {
     const u32 lane = threadIdx.x % WARP_SIZE;
     const u32 step = gridDim.x * Shape::WARPS * 32;
-    for (u32 base = (blockIdx.x * Shape::WARPS + Shape::warp()) * 32; base < problem.lengths.num_seqs;
+    for (u32 base = (blockIdx.x * Shape::WARPS + Shape::warp()) * 32; base < lengths.num_seqs;
          base += step) {
       const u32 mine = base + lane;
-      const bool none = mine < problem.lengths.num_seqs &&
+      const bool none = mine < lengths.num_seqs &&
                         shared.unit_start[mine] == shared.unit_start[mine + 1];
       u32 found = __ballot_sync(FULL_WARP, none);
       while (found != 0) {
         const u32 seq = base + __ffs(static_cast<int>(found)) - 1;
         found &= found - 1;
-        const float sum = problem.lengths.fits(seq) ? 0.0f : quiet_nan();
+        const float sum = lengths.fits(seq) ? 0.0f : quiet_nan();
         const u64 row = static_cast<u64>(seq) * Shape::NUM_Q_HEADS;
         for (u32 i = lane; i < Shape::NUM_Q_HEADS * HEAD_DIM / 4; i += 32)
           store_bf16x4(problem.results.output + row * HEAD_DIM + 4 * i, make_float4(sum, sum, sum, sum), 1.0f);
@@ -230,11 +271,13 @@ struct RingDecode {
     DYNAMIC_SHARED(u8, stages);
     __shared__ Shared shared;
     if (threadIdx.x == 0) Ring::init(shared.ring);
-    if (Shape::warp() == 0) scan_units(problem.lengths, STAGE_TILES, shared.unit_start);
+    if (Shape::warp() == 0) scan_units(problem.lengths, STAGE_TILES, shared.unit_start, shared.seq_lens);
     __syncthreads();
 
-    const u32 num_seqs = problem.lengths.num_seqs;
-    RingDecode block = {problem, shared, stages, {shared.ring, stages, problem.pools},
+    Lengths lengths = problem.lengths;
+    lengths.seq_lens = shared.seq_lens;
+    const u32 num_seqs = lengths.num_seqs;
+    RingDecode block = {problem, shared, stages, {shared.ring, stages, problem.pools}, lengths,
                         Shares::among(shared.unit_start[num_seqs], gridDim.x), 0, 0};
     block.store_unattended();
     if (blockIdx.x >= block.shares.blocks) return;
@@ -243,24 +286,22 @@ struct RingDecode {
 
     u32 seq = sequence_of_unit(shared.unit_start, num_seqs, block.first_unit);
     while (shared.unit_start[seq + 1] <= block.first_unit) seq++;
+    // Asked for before the ring is filled, so that it arrives no later than the first stage.
+    QueryRow<HEAD_DIM> query = block.load_query(seq);
     Progress progress = block.start(seq);
-    u32 to_merge[2] = {0, 0};
-    int merges = 0;
-    for (u32 unit = block.first_unit; unit < block.end_unit; seq++) {
+    SharedSequences to_merge = {{0, 0}, 0};
+    for (u32 unit = block.first_unit; unit < block.end_unit;) {
       const u32 seq_first = shared.unit_start[seq], seq_end = shared.unit_start[seq + 1];
       const u32 segment_end = min(block.end_unit, seq_end);
-      if (unit < segment_end) block.run_segment(progress, seq, unit, segment_end);
-      if (unit < segment_end && (seq_first < block.first_unit || seq_end > block.end_unit)) {
-        if (merges == 0) {
-          to_merge[0] = seq;
-        } else {
-          to_merge[1] = seq;
-        }
-        merges++;
+      block.run_segment(progress, query, seq, unit, segment_end);
+      if (seq_first < block.first_unit || seq_end > block.end_unit) to_merge.add(seq);
+      unit = segment_end;
+      if (unit < block.end_unit) {
+        do seq++;
+        while (shared.unit_start[seq + 1] <= unit);
+        query = block.load_query(seq);
       }
-      unit = max(unit, segment_end);
     }
-    if (merges > 0) block.merge_shared(to_merge[0]);
-    if (merges > 1) block.merge_shared(to_merge[1]);
+    block.merge_shared(to_merge);
   }
 };

@@ -58,6 +58,14 @@ struct PartSum {
   }
 };
 
+// The warps that work on a merge together: `warp` is the caller's number among `warps`.
+struct Team {
+  int warp;
+  int warps;
+
+  DEVICE bool contains_caller() const { return warp >= 0 && warp < warps; }
+};
+
 // One way to spread the merge of a sequence over threads. An item is a query head and DIMS of its dims,
 // worked on by ITEM_WARPS warps; in a warp, ROW_LANES groups of lanes take different parts.
 template <int NUM_Q_HEADS, int HEAD_DIM, int WARPS, int ROW_LANES, int ITEM_WARPS>
@@ -66,9 +74,9 @@ struct PartMerge {
   static constexpr int DIMS = 4 * COLUMN_LANES;
   static constexpr int CHUNKS = (HEAD_DIM + DIMS - 1) / DIMS;
   static constexpr int ITEMS = NUM_Q_HEADS * CHUNKS;
-  static constexpr int ITEMS_AT_ONCE = WARPS / ITEM_WARPS;
   static constexpr int ROWS_AT_ONCE = ROW_LANES * ITEM_WARPS;
-  static constexpr int BATCH = 4;  // parts a lane reads at once
+  static constexpr int BATCH = 5;  // parts a lane reads at once
+  static constexpr u32 ONE_BATCH = BATCH * ROWS_AT_ONCE;  // parts read at once for an item
   using Layout = PartLayout<NUM_Q_HEADS, HEAD_DIM>;
 
   struct Shared {
@@ -102,30 +110,26 @@ struct PartMerge {
     return total;
   }
 
-  // Block number `index` of the sequence's sharers does its share of the items. All threads call it.
+  // Block number `index` of the sequence's sharers does its share of the items, an equal and contiguous one,
+  // by the team's warps. With ITEM_WARPS > 1 the team is the whole block and every thread calls it.
   static DEVICE void run(const Parts& parts, const Sharers& sharers, u32 index, u32 seq,
-                         const Results& results, Shared& shared) {
-    const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-    const int column = lane % COLUMN_LANES, item_warp = warp % ITEM_WARPS;
-    for (u32 base = index * ITEMS_AT_ONCE; base < ITEMS; base += sharers.count * ITEMS_AT_ONCE) {
-      const u32 item = base + warp / ITEM_WARPS;
+                         const Results& results, Team team, Shared* shared) {
+    const int lane = static_cast<int>(threadIdx.x % 32), column = lane % COLUMN_LANES;
+    const int item_warp = team.warp % ITEM_WARPS;
+    const u32 first = index * ITEMS / sharers.count, end = (index + 1) * ITEMS / sharers.count;
+    for (u32 base = first; base < end; base += team.warps / ITEM_WARPS) {
+      const u32 item = base + team.warp / ITEM_WARPS;
       const int head = static_cast<int>(item / CHUNKS);
       const int dim = static_cast<int>(item % CHUNKS) * DIMS + 4 * column;
-      const bool exists = item < ITEMS && dim < HEAD_DIM;
+      const bool exists = item < end && dim < HEAD_DIM;
       PartSum sum = PartSum::empty();
-      if (exists)
-        sum = gather(parts, sharers, lane / COLUMN_LANES + ROW_LANES * item_warp, head, dim);
+      if (exists) sum = gather(parts, sharers, lane / COLUMN_LANES + ROW_LANES * item_warp, head, dim);
       UNROLL for (int distance = COLUMN_LANES; distance < 32; distance *= 2) sum.merge_lane(distance);
       if constexpr (ITEM_WARPS > 1) {
-        if (lane < COLUMN_LANES) shared.o[warp][column] = sum.o;
-        if (lane == 0) shared.state[warp] = make_float2(sum.state.reference, sum.state.sum);
+        if (lane < COLUMN_LANES) shared->o[team.warp][column] = sum.o;
+        if (lane == 0) shared->state[team.warp] = make_float2(sum.state.reference, sum.state.sum);
         __syncthreads();
-        if (item_warp == 0) {
-          for (int w = 1; w < ITEM_WARPS; w++) {
-            const float2 state = shared.state[warp + w];
-            sum.merge({state.x, state.y}, shared.o[warp + w][column]);
-          }
-        }
+        if (item_warp == 0 && lane < COLUMN_LANES) sum = combine(*shared, team.warp, column);
         __syncthreads();
       }
       if (exists && item_warp == 0 && lane < COLUMN_LANES) {
@@ -135,6 +139,24 @@ struct PartMerge {
         if (dim == 0) results.store_lse(row, sum.state);
       }
     }
+  }
+
+  // The sums of ITEM_WARPS warps from `first` on; their reads and exponentials are independent.
+  static DEVICE PartSum combine(const Shared& shared, int first, int column) {
+    PartSum total = PartSum::empty();
+    float2 state[ITEM_WARPS];
+    float target = EMPTY_REFERENCE;
+    UNROLL for (int w = 0; w < ITEM_WARPS; w++) {
+      state[w] = shared.state[first + w];
+      target = fmaxf(target, state[w].x);
+    }
+    total.state.reference = target;
+    UNROLL for (int w = 0; w < ITEM_WARPS; w++) {
+      const float weight = ptx::exp2_approx(state[w].x - target);
+      total.state.sum += weight * state[w].y;
+      total.add_o(shared.o[first + w][column], weight);
+    }
+    return total;
   }
 };
 
@@ -151,23 +173,18 @@ struct MergeCounters {
   // By all threads, after their part is written.
   DEVICE void arrive() const {
     __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      ptx::atomic_add_acq_rel(arrived, 1);
-    }
+    if (threadIdx.x == 0) ptx::atomic_add_acq_rel(arrived, 1);
   }
-  // Returns once all sharers have arrived. They spin: the launch must be co-operative.
+  // By one thread: returns once all sharers have arrived.
   DEVICE void wait_for(u32 count) const {
-    if (threadIdx.x == 0) {
-      while (ptx::load_acquire(arrived) < count) ptx::spin_pause();
-    }
-    __syncthreads();
+    while (ptx::load_acquire(arrived) < count) ptx::spin_pause();
   }
+  // By one thread that has waited. Relaxed, since only the counters themselves depend on it: whoever comes
+  // last knows that all have stopped waiting.
   DEVICE void finish(u32 count) const {
-    __syncthreads();
-    if (threadIdx.x == 0 && ptx::atomic_add_acq_rel(done, 1) == count - 1) {
-      *arrived = 0;
-      *done = 0;
+    if (atomicAdd(done, 1u) == count - 1) {
+      atomicExch(arrived, 0u);
+      atomicExch(done, 0u);
     }
   }
 };

@@ -14,13 +14,18 @@ DEVICE u32 units_of(TokenRange range, u32 stage_tiles) {
   return (tiles + stage_tiles - 1) / stage_tiles;
 }
 
-// unit_start[i] = units of sequences before i, for i = 0 .. num_seqs; by one warp.
-DEVICE void scan_units(const Lengths& lengths, u32 stage_tiles, u32* unit_start) {
+// unit_start[i] = units of sequences before i, for i = 0 .. num_seqs, and a copy of seq_lens; by one warp.
+DEVICE void scan_units(const Lengths& lengths, u32 stage_tiles, u32* unit_start, i32* seq_lens) {
   const u32 lane = threadIdx.x % WARP_SIZE;
   u32 before = 0;
   for (u32 first = 0; first < lengths.num_seqs; first += WARP_SIZE) {
     const u32 seq = first + lane;
-    u32 sum = seq < lengths.num_seqs ? units_of(lengths.range(seq), stage_tiles) : 0u;
+    u32 sum = 0;
+    if (seq < lengths.num_seqs) {
+      const i32 length = lengths.seq_lens[seq];
+      seq_lens[seq] = length;
+      sum = units_of(lengths.range_of(length), stage_tiles);
+    }
     UNROLL for (u32 distance = 1; distance < WARP_SIZE; distance *= 2) {
       const u32 left = __shfl_up_sync(FULL_WARP, sum, distance);
       if (lane >= distance) sum += left;

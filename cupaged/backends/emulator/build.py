@@ -7,12 +7,14 @@ import hashlib
 import platform
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+from cupaged import cache
 from cupaged.backends.emulator.compiler import Compiler
-from cupaged.cache_dir import cache_dir
+from cupaged.cache_dir import DIR_VARIABLE, cache_dir
+from cupaged.errors import BackendUnavailableError
 from cupaged.source import KernelSource
 
 _ROOM = Path(__file__).resolve().parent
@@ -34,8 +36,7 @@ _KERNEL_FLAGS = ("-O2", *_COMMON_FLAGS, "-DCUPAGED_EMULATOR=1")
 _RUNTIME_FLAGS = ("-O3", *_COMMON_FLAGS)
 _LINK_FLAGS = ("-shared", "-pthread")
 
-_locks: dict[Path, threading.Lock] = {}
-_locks_lock = threading.Lock()
+_Loaded = TypeVar("_Loaded")
 
 
 def runtime_library(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
@@ -68,12 +69,28 @@ def kernel_library(compiler: Compiler, source: KernelSource, runtime: Path) -> P
 
     def compile_to(output: Path) -> None:
         unit = output.with_suffix(".cpp")
+        # Its own copy: the cache may be cleared while the compiler runs.
+        linked = Path(shutil.copyfile(runtime, output.parent / runtime.name))
         unit.write_text(f'#include "{source.path}"\nCUPAGED_EMULATOR_EXPORT({source.entry})\n')
         options = [*flags, *include_dirs, "-include", str(INCLUDE / "cupaged_emulator.h"), str(unit)]
-        options += ["-o", str(output), str(runtime), "-Wl,-rpath,$ORIGIN", "-Wl,-Bsymbolic"]
+        options += ["-o", str(output), str(linked), "-Wl,-rpath,$ORIGIN", "-Wl,-Bsymbolic"]
         compiler.run(options, f"{source.path.name}: {source.entry}", output.parent)
 
     return _cached(f"{source.entry}_{key}.so", compile_to)
+
+
+def load_or_rebuild(build: Callable[[], Path], load: Callable[[Path], _Loaded]) -> _Loaded:
+    """``load(build())``; once more, freshly compiled, where the file vanished or the system refuses it.
+
+    Raises:
+        BackendUnavailableError: the system refuses the fresh one too.
+    """
+    path = build()
+    try:
+        return load(path)
+    except BackendUnavailableError:
+        path.unlink(missing_ok=True)
+        return load(build())
 
 
 def _key(compiler: Compiler, parts: list[str]) -> str:
@@ -94,23 +111,31 @@ def _sources_digest() -> str:
 def _cached(name: str, compile_to: Callable[[Path], None]) -> Path:
     """The cached file of that name, made in a folder of its own and moved into place as a whole.
 
-    Threads of this process take turns; another process may compile the same at the same time, and the
-    last one's file, equal to the others, stays.
+    One thread of one process compiles it; the others wait. A damaged file is made again.
     """
     folder = cache_dir() / "emulator"
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / name
-    with _lock_of(final):
-        if not final.exists():
-            work = Path(tempfile.mkdtemp(prefix=".build-", dir=folder))
-            try:
-                compile_to(work / "library.so")
-                (work / "library.so").replace(final)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not cache.is_intact(final):
+            with cache.one_at_a_time(final):
+                if not cache.is_intact(final):
+                    _make(final, compile_to)
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"cannot keep compiled kernels in {folder} ({error.strerror or error}); make room there, or name "
+            f"another folder: export {DIR_VARIABLE}=/some/folder"
+        ) from error
+    cache.touch(final)
     return final
 
 
-def _lock_of(path: Path) -> threading.Lock:
-    with _locks_lock:
-        return _locks.setdefault(path, threading.Lock())
+def _make(final: Path, compile_to: Callable[[Path], None]) -> None:
+    work = Path(tempfile.mkdtemp(prefix=".build-", dir=final.parent))
+    try:
+        compile_to(work / "library.so")
+        cache.seal(work / "library.so")
+        (work / "library.so").replace(final)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    cache.trim(final)
