@@ -238,6 +238,13 @@ DEVICE uint4 load_streaming_16(const void* pointer) {
   return v;
 }
 
+// Returns after that many clock cycles.
+DEVICE void delay_cycles(u32 cycles) {
+  const long long start = clock64();
+  while (clock64() - start < cycles) {
+  }
+}
+
 // Called inside a spin on global memory. A GPU needs no pause; the emulator runs another thread here.
 DEVICE void spin_pause() {}
 

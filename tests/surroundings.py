@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+PROCESSES = 16  # that compile at once
+
 ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 120
 _DROP_FROM_BOUNDS, _OVERRIDES_PERMISSIONS = 24, 1  # prctl PR_CAPBSET_DROP, CAP_DAC_OVERRIDE
@@ -44,6 +46,11 @@ def environment(cache: Path | None, **changes: str | None) -> dict[str, str]:
     given = {"CUPAGED_CACHE_DIR": None if cache is None else str(cache), "PYTHONPATH": None, **changes}
     kept = {name: value for name, value in os.environ.items() if name not in given}
     return {**kept, **{name: value for name, value in given.items() if value is not None}}
+
+
+def entries(folder: Path) -> list[Path]:
+    """Compiled files in a cache folder."""
+    return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
 
 
 def start(code: str, env: dict[str, str], setup: Callable[[], None] | None = None) -> subprocess.Popen[str]:

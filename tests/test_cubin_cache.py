@@ -1,15 +1,17 @@
-"""Compiled kernels on disk: what a key depends on, damage, several processes, folders that cannot be written."""
+"""Compiled kernels on disk: what a key depends on, damage, several processes, unwritable folders."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,13 +29,15 @@ PAYLOAD = b"\x7fELF and so on"
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, and no memory of earlier warnings."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("CUPAGED_CACHE_DIR", str(folder))
     monkeypatch.setattr(cache_dir_module, "_temporary", None)
     cache_dir_module.warn_once.cache_clear()
-    return folder
+    yield folder
+    if cache_dir_module._temporary is not None:
+        cache_dir_module._temporary.cleanup()
 
 
 @pytest.fixture
@@ -67,7 +71,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def entries(cache: Path) -> list[Path]:
-    return sorted(path for path in cache.rglob("*") if path.is_file())
+    """Every file but the one that only carries locks."""
+    return sorted(path for path in cache.rglob("*") if path.is_file() and path.name != ".lock")
 
 
 def test_a_second_call_compiles_nothing(cache: Path, source: KernelSource, compiler: Compiler) -> None:
@@ -89,11 +94,10 @@ CHANGES: dict[str, Callable[[KernelSource], KernelSource]] = {
     "a define's value": lambda s: dataclasses.replace(s, defines=(("A", "1"), ("B", "3"))),
     "a define's name": lambda s: dataclasses.replace(s, defines=(("A", "1"), ("C", "2"))),
     "a define less": lambda s: dataclasses.replace(s, defines=(("A", "1"),)),
-    "where a define's name ends": lambda s: dataclasses.replace(s, defines=(("A", "1"), ("B=2", ""))),
 }
 
 
-@pytest.mark.parametrize("change", [c for c in CHANGES if not c.startswith("where")])
+@pytest.mark.parametrize("change", CHANGES)
 def test_the_key_follows(source: KernelSource, compiler: Compiler, change: str) -> None:
     before = cubin_cache.key(source, SM_90)
     assert cubin_cache.key(source, SM_90) == before
@@ -219,10 +223,10 @@ def test_an_entry_that_cannot_be_written_costs_one_warning(
 def test_an_interrupted_write_leaves_the_old_entry(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cubin_cache.write("name", PAYLOAD)
 
-    def interrupted(self: Path, target: Path) -> Path:
+    def interrupted(source: object, target: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cubin_cache.write("name", b"new")
     assert cubin_cache.read("name") == PAYLOAD
@@ -272,30 +276,22 @@ print(json.dumps([hashlib.sha256(code).hexdigest(), len(calls)]))
 @needs_nvrtc
 def test_processes_that_compile_the_same_kernel_cold_at_once(cache: Path, source: KernelSource) -> None:
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", CHILD, str(source.path)]
-    children = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(5)
-    ]
-    late = children.pop()
-    try:
-        for child in (*children, late):
+    with contextlib.ExitStack() as stack:
+        children = []
+        for _ in range(5):
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            children.append(stack.enter_context(child))
+            stack.callback(child.kill)
+        for child in children:
             assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"
-        results = [json.loads(child.communicate("\n")[0]) for child in _released(children)]
+        *at_once, late = children
+        for child in at_once:
+            assert child.stdin is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
+        results = [json.loads(child.communicate()[0]) for child in at_once]
         assert len({digest for digest, _ in results}) == 1
+        assert sum(compilations for _, compilations in results) == 1
         assert len(entries(cache)) == 1
-        digest, compilations = json.loads(late.communicate("\n")[0])
-        assert digest == results[0][0]
-        assert compilations == 0
-    finally:
-        for child in (*children, late):
-            child.kill()
-            child.wait()
-
-
-def _released(children: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
-    """All of them, let go at once."""
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("\n")
-        child.stdin.flush()
-    return children
+        assert json.loads(late.communicate("\n")[0]) == [results[0][0], 0]

@@ -103,6 +103,7 @@ def _derived(fmt: str, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
         "stage_tiles": shape.stage_tiles,
         "stages": shape.stages,
         "blocks_per_sm": shape.blocks_per_sm,
+        "fill_delay": 0,
     }
 
 

@@ -47,6 +47,10 @@ struct WarpAttention {
     const auto live = [=](u32 position) { return position >= range.begin && position < range.end; };
     float scores[TILES][4];
     UNROLL for (int n = 0; n < TILES; n++) {
+      if (MASKED && source.position(n) >= range.end) {  // nothing of this tile counts
+        UNROLL for (int i = 0; i < 4; i++) scores[n][i] = negative_infinity();
+        continue;
+      }
       const KeyRows keys = source.keys(n);
       UNROLL for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
       Format::score(scores[n], keys.row[0], keys.row[1], lane.quad, query.fragment);
@@ -60,6 +64,7 @@ struct WarpAttention {
     between();
 
     UNROLL for (int n = 0; n < TILES; n++) {
+      if (MASKED && source.position(n) >= range.end) continue;
       float weights[4];
       UNROLL for (int i = 0; i < 4; i++)
         weights[i] = ptx::exp2_approx(fmaf(scores[n][i], score_factor[i & 1], -state[i & 1].reference));

@@ -51,7 +51,7 @@ struct RingProblem {
 };
 
 template <class Format, int HEAD_DIM, int NUM_KV_HEADS, int GQA_RATIO, int BLOCK_SIZE, int STAGE_TILES,
-          int STAGES, int TOKEN_WARPS, bool JOINED>
+          int STAGES, int TOKEN_WARPS, bool JOINED, int FILL_DELAY>
 struct RingDecode {
   using Shape = RingShape<NUM_KV_HEADS, GQA_RATIO, TOKEN_WARPS>;
   using Layout = StageLayout<Format, NUM_KV_HEADS, BLOCK_SIZE, STAGE_TILES, JOINED>;
@@ -64,7 +64,7 @@ struct RingDecode {
 
   struct Shared {
     typename Ring::Shared ring;
-    u32 unit_start[MAX_PLANNED_SEQS + 1];
+    u32 tile_start[MAX_PLANNED_SEQS + 1];
     i32 seq_lens[MAX_PLANNED_SEQS];  // a copy: it is looked up all the time
   };
 
@@ -74,56 +74,79 @@ struct RingDecode {
   Ring ring;
   Lengths lengths;
   Shares shares;
-  u32 first_unit, end_unit;  // this block's share
+  u32 first_tile, end_tile;  // this block's share
 
-  DEVICE Unit unit_at(u32 seq, u32 unit) const {
-    const TokenRange range = lengths.range(seq);
-    const u32 first_tile = range.begin / TILE_TOKENS + (unit - shared.unit_start[seq]) * STAGE_TILES;
-    return {seq, first_tile * TILE_TOKENS, range};
-  }
-
-  // Walks forward through the units that this warp fetches.
-  struct Fetcher {
-    const RingDecode& block;
+  // Where a block is in its share.
+  struct Cursor {
     u32 seq;
+    u32 tile;  // of all tiles
 
-    DEVICE typename Ring::Order prepare(u32 unit) {
-      while (unit >= block.shared.unit_start[seq + 1]) seq++;
-      return block.ring.prepare(block.unit_at(seq, unit));
+    // End of the present sequence's part of the share.
+    DEVICE u32 segment_end(const RingDecode& block) const {
+      return min(block.end_tile, block.shared.tile_start[seq + 1]);
+    }
+    DEVICE void skip_finished(const RingDecode& block) {
+      if (tile >= block.end_tile) return;
+      while (tile >= block.shared.tile_start[seq + 1]) seq++;
+    }
+    // To the next stage's tiles.
+    DEVICE void advance(const RingDecode& block) {
+      tile = min(tile + STAGE_TILES, segment_end(block));
+      skip_finished(block);
+    }
+    DEVICE bool done(const RingDecode& block) const { return tile >= block.end_tile; }
+
+    DEVICE Unit unit(const RingDecode& block) const {
+      TokenRange range = block.lengths.range(seq);
+      const u32 first = range.begin / TILE_TOKENS - block.shared.tile_start[seq];  // may wrap: a difference
+      range.end = min(range.end, (first + segment_end(block)) * TILE_TOKENS);
+      return {seq, (first + tile) * TILE_TOKENS, range};
     }
   };
 
-  // Iteration counters of the ring, and whose turn it is to fetch.
+  // Iteration counters of the ring, and whose turn it is to fetch. Turn j refills stage j % STAGES with the
+  // tiles of iteration j + STAGES, by warp j % WARPS.
   struct Progress {
-    Fetcher fetcher;
-    typename Ring::Order next;  // of this warp's next turn
+    Cursor fetching;             // this warp's next turn
+    typename Ring::Order order;  // looked up for it
     u32 iteration;
 
     DEVICE u32 stage() const { return iteration % STAGES; }
     DEVICE u32 parity() const { return iteration / STAGES % 2; }
 
-    // Turn j, for j = warp, warp + WARPS, ...: stage j % STAGES is refilled with iteration j + STAGES.
-    DEVICE void prepare_turn(const RingDecode& block, u32 turn) {
-      const u32 unit = block.first_unit + turn + STAGES;
-      if (unit < block.end_unit) next = fetcher.prepare(unit);
+    DEVICE void move(const RingDecode& block, int stages) {
+      for (int i = 0; i < stages && !fetching.done(block); i++) fetching.advance(block);
+    }
+    DEVICE void look_up(const RingDecode& block) {
+      if (!fetching.done(block)) order = block.ring.prepare(fetching.unit(block));
     }
     DEVICE void take_turn(const RingDecode& block) {
-      if (iteration == 0) return;
+      if (iteration == 0 || fetching.done(block)) return;
       const u32 turn = iteration - 1;
       if (turn % Shape::WARPS != static_cast<u32>(Shape::warp())) return;
-      if (block.first_unit + turn + STAGES >= block.end_unit) return;
       const int s = turn % STAGES;
       block.ring.wait_empty(s, turn / STAGES % 2);
-      block.ring.fill(s, next);
-      prepare_turn(block, turn + Shape::WARPS);
+      block.ring.fill(s, order);
+      move(block, Shape::WARPS);
+      look_up(block);
     }
   };
 
-  DEVICE Progress start(u32 seq) const {
-    Progress progress = {{*this, seq}, {}, 0};
-    for (u32 s = Shape::warp(); s < STAGES && first_unit + s < end_unit; s += Shape::WARPS)
-      ring.fill(s, progress.fetcher.prepare(first_unit + s));
-    progress.prepare_turn(*this, Shape::warp());
+  // Warp w fills stages w, w + WARPS, ...; then each warp looks up its first turn.
+  DEVICE Progress start(Cursor cursor) const {
+    Progress progress = {cursor, {}, 0};
+    int at = 0;
+    for (int s = Shape::warp(); s < STAGES; s += Shape::WARPS) {
+      progress.move(*this, s - at);
+      at = s;
+      if (progress.fetching.done(*this)) break;
+      progress.look_up(*this);
+      // The later stages are asked for later, so that the first is not held up behind them.
+      if (FILL_DELAY > 0 && s > 0) ptx::delay_cycles(s * FILL_DELAY);
+      ring.fill(s, progress.order);
+    }
+    progress.move(*this, Shape::warp() + STAGES - at);
+    progress.look_up(*this);
     return progress;
   }
 
@@ -140,36 +163,40 @@ struct RingDecode {
     progress.iteration++;
   }
 
+  // Whether other blocks work on the sequence too.
+  DEVICE bool is_shared(u32 seq) const {
+    return shared.tile_start[seq] < first_tile || shared.tile_start[seq + 1] > end_tile;
+  }
+
   DEVICE QueryRow<HEAD_DIM> load_query(u32 seq) const {
     const bf16_bits* rows =
         problem.q + seq * problem.q_stride + static_cast<u64>(Shape::first_head()) * HEAD_DIM;
     return load_query_row<Format, HEAD_DIM>(rows, Shape::heads(), Lane::current());
   }
 
-  // The units [unit, segment_end) of one sequence; then its result, or this block's part of it.
-  DEVICE void run_segment(Progress& progress, const QueryRow<HEAD_DIM>& query, u32 seq, u32 unit,
-                          u32 segment_end) const {
+  // The share's part of one sequence, from the cursor on; then the result, or this block's part of it.
+  DEVICE void run_segment(Progress& progress, const QueryRow<HEAD_DIM>& query, Cursor cursor) const {
     Warp warp;
     warp.begin(query, problem.score_scale * LOG2_E);
     bool invalid = false;
-    Unit current = unit_at(seq, unit);
-    for (; unit < segment_end; unit++, current.start += Layout::STAGE_TOKENS) {
-      if (current.start >= current.range.begin && current.start + Layout::STAGE_TOKENS <= current.range.end) {
-        step<false>(warp, progress, current, invalid);
+    Unit unit = cursor.unit(*this);
+    for (; unit.start < unit.range.end; unit.start += Layout::STAGE_TOKENS) {
+      if (unit.start >= unit.range.begin && unit.start + Layout::STAGE_TOKENS <= unit.range.end) {
+        step<false>(warp, progress, unit, invalid);
       } else {
-        step<true>(warp, progress, current, invalid);
+        step<true>(warp, progress, unit, invalid);
       }
     }
     warp.finish();
     merge_token_warps<Shape, TOKEN_WARPS, 2>(warp);
     if (invalid) warp.state[0].sum = warp.state[1].sum = quiet_nan();
-    const u32 seq_first = shared.unit_start[seq], seq_end = shared.unit_start[seq + 1];
-    const bool whole = seq_first >= first_unit && seq_end <= end_unit;
+    const u32 seq = cursor.seq;
+    const bool whole = !is_shared(seq);
     if (Shape::token_warp() == 0) {
       if (whole) {
         store_result(warp, seq);
       } else {
-        store_part(warp, Sharers::slot(blockIdx.x, seq_first > first_unit));
+        store_part(warp, Sharers::slot(blockIdx.x, shared.tile_start[seq] > first_tile));
       }
     }
     if (!whole) MergeCounters::of(problem.counters, seq).arrive();
@@ -213,8 +240,8 @@ struct RingDecode {
     Sharers sharers[2];
     UNROLL for (int i = 0; i < 2; i++) {
       if (i < sequences.count)
-        sharers[i] = Sharers::of(shares, shared.unit_start[sequences.seq[i]],
-                                 shared.unit_start[sequences.seq[i] + 1]);
+        sharers[i] = Sharers::of(shares, shared.tile_start[sequences.seq[i]],
+                                 shared.tile_start[sequences.seq[i] + 1]);
     }
     // One thread waits for each; they spin, so the launch is co-operative.
     UNROLL for (int i = 0; i < 2; i++) {
@@ -243,7 +270,7 @@ struct RingDecode {
     }
   }
 
-  // Sequences without units belong to nobody's share: their rows are zeros, or NaN where the length was
+  // Sequences without tiles belong to nobody's share: their rows are zeros, or NaN where the length was
   // wrong. The warps of all blocks take 32 sequences at a time.
   DEVICE void store_unattended() const {
     const u32 lane = threadIdx.x % WARP_SIZE;
@@ -252,7 +279,7 @@ struct RingDecode {
          base += step) {
       const u32 mine = base + lane;
       const bool none = mine < lengths.num_seqs &&
-                        shared.unit_start[mine] == shared.unit_start[mine + 1];
+                        shared.tile_start[mine] == shared.tile_start[mine + 1];
       u32 found = __ballot_sync(FULL_WARP, none);
       while (found != 0) {
         const u32 seq = base + __ffs(static_cast<int>(found)) - 1;
@@ -271,37 +298,36 @@ struct RingDecode {
     DYNAMIC_SHARED(u8, stages);
     __shared__ Shared shared;
     if (threadIdx.x == 0) Ring::init(shared.ring);
-    if (Shape::warp() == 0) scan_units(problem.lengths, STAGE_TILES, shared.unit_start, shared.seq_lens);
+    if (Shape::warp() == 0) scan_tiles(problem.lengths, shared.tile_start, shared.seq_lens);
     __syncthreads();
 
     Lengths lengths = problem.lengths;
     lengths.seq_lens = shared.seq_lens;
     const u32 num_seqs = lengths.num_seqs;
     RingDecode block = {problem, shared, stages, {shared.ring, stages, problem.pools}, lengths,
-                        Shares::among(shared.unit_start[num_seqs], gridDim.x), 0, 0};
+                        Shares::among(shared.tile_start[num_seqs], gridDim.x), 0, 0};
     block.store_unattended();
     if (blockIdx.x >= block.shares.blocks) return;
-    block.first_unit = block.shares.first_unit(blockIdx.x);
-    block.end_unit = block.shares.first_unit(blockIdx.x + 1);
+    block.first_tile = block.shares.first_tile(blockIdx.x);
+    block.end_tile = block.shares.first_tile(blockIdx.x + 1);
+    block.run_share();
+  }
 
-    u32 seq = sequence_of_unit(shared.unit_start, num_seqs, block.first_unit);
-    while (shared.unit_start[seq + 1] <= block.first_unit) seq++;
+  DEVICE void run_share() const {
+    Cursor cursor = {sequence_of_tile(shared.tile_start, lengths.num_seqs, first_tile), first_tile};
+    cursor.skip_finished(*this);
     // Asked for before the ring is filled, so that it arrives no later than the first stage.
-    QueryRow<HEAD_DIM> query = block.load_query(seq);
-    Progress progress = block.start(seq);
+    QueryRow<HEAD_DIM> query = load_query(cursor.seq);
+    Progress progress = start(cursor);
     SharedSequences to_merge = {{0, 0}, 0};
-    for (u32 unit = block.first_unit; unit < block.end_unit;) {
-      const u32 seq_first = shared.unit_start[seq], seq_end = shared.unit_start[seq + 1];
-      const u32 segment_end = min(block.end_unit, seq_end);
-      block.run_segment(progress, query, seq, unit, segment_end);
-      if (seq_first < block.first_unit || seq_end > block.end_unit) to_merge.add(seq);
-      unit = segment_end;
-      if (unit < block.end_unit) {
-        do seq++;
-        while (shared.unit_start[seq + 1] <= unit);
-        query = block.load_query(seq);
-      }
+    while (true) {
+      run_segment(progress, query, cursor);
+      if (is_shared(cursor.seq)) to_merge.add(cursor.seq);
+      cursor.tile = cursor.segment_end(*this);
+      if (cursor.done(*this)) break;
+      cursor.skip_finished(*this);
+      query = load_query(cursor.seq);
     }
-    block.merge_shared(to_merge);
+    merge_shared(to_merge);
   }
 };

@@ -5,7 +5,7 @@
 #include "ring/plan.cuh"
 #include "ring/stage.cuh"
 
-// A stage's worth of a sequence: where it begins and which tokens count.
+// A stage's worth of a sequence. `range` holds the tokens that count, cut off where the block's share ends.
 struct Unit {
   u32 seq;
   u32 start;  // position of its first tile, a multiple of 16

@@ -1,21 +1,20 @@
 // Who works on what, decided on the device from seq_lens alone, so that a captured graph serves any lengths.
 //
-// A sequence's attended tokens are cut into units of one stage each; the units of all sequences, one after
-// another, are dealt out to the blocks in equal contiguous shares. A block thus meets whole sequences, and at
-// most two that it shares with others: the one it begins with and the one it ends with.
+// The tiles of 16 tokens of all sequences, one sequence after another, are dealt out to the blocks in equal
+// contiguous shares. A block thus meets whole sequences, and at most two that it shares with others: the one
+// it begins with and the one it ends with. Within its share a block takes as many tiles of one sequence at a
+// time as a stage holds.
 #pragma once
 #include "attention/fragments.cuh"
 #include "attention/lengths.cuh"
 
-// Units of a range when a stage holds stage_tiles tiles. Cuts lie between tiles.
-DEVICE u32 units_of(TokenRange range, u32 stage_tiles) {
+DEVICE u32 tiles_of(TokenRange range) {
   if (range.empty()) return 0;
-  const u32 tiles = (range.end + TILE_TOKENS - 1) / TILE_TOKENS - range.begin / TILE_TOKENS;
-  return (tiles + stage_tiles - 1) / stage_tiles;
+  return (range.end + TILE_TOKENS - 1) / TILE_TOKENS - range.begin / TILE_TOKENS;
 }
 
-// unit_start[i] = units of sequences before i, for i = 0 .. num_seqs, and a copy of seq_lens; by one warp.
-DEVICE void scan_units(const Lengths& lengths, u32 stage_tiles, u32* unit_start, i32* seq_lens) {
+// tile_start[i] = tiles of sequences before i, for i = 0 .. num_seqs, and a copy of seq_lens; by one warp.
+DEVICE void scan_tiles(const Lengths& lengths, u32* tile_start, i32* seq_lens) {
   const u32 lane = threadIdx.x % WARP_SIZE;
   u32 before = 0;
   for (u32 first = 0; first < lengths.num_seqs; first += WARP_SIZE) {
@@ -24,38 +23,38 @@ DEVICE void scan_units(const Lengths& lengths, u32 stage_tiles, u32* unit_start,
     if (seq < lengths.num_seqs) {
       const i32 length = lengths.seq_lens[seq];
       seq_lens[seq] = length;
-      sum = units_of(lengths.range_of(length), stage_tiles);
+      sum = tiles_of(lengths.range_of(length));
     }
     UNROLL for (u32 distance = 1; distance < WARP_SIZE; distance *= 2) {
       const u32 left = __shfl_up_sync(FULL_WARP, sum, distance);
       if (lane >= distance) sum += left;
     }
-    if (seq < lengths.num_seqs) unit_start[seq + 1] = before + sum;
+    if (seq < lengths.num_seqs) tile_start[seq + 1] = before + sum;
     before += __shfl_sync(FULL_WARP, sum, WARP_SIZE - 1);
   }
-  if (lane == 0) unit_start[0] = 0;
+  if (lane == 0) tile_start[0] = 0;
 }
 
-// Equal shares: block i owns units [first_unit(i), first_unit(i + 1)).
+// Equal shares: block i owns tiles [first_tile(i), first_tile(i + 1)).
 struct Shares {
-  u32 total;   // units
+  u32 total;   // tiles
   u32 blocks;  // that have any
 
   static DEVICE Shares among(u32 total, u32 grid) { return {total, min(total, grid)}; }
-  DEVICE u32 first_unit(u32 block) const {
+  DEVICE u32 first_tile(u32 block) const {
     return static_cast<u32>(static_cast<u64>(block) * total / blocks);
   }
-  DEVICE u32 block_of(u32 unit) const {
-    return static_cast<u32>((static_cast<u64>(unit + 1u) * blocks - 1u) / total);
+  DEVICE u32 block_of(u32 tile) const {
+    return static_cast<u32>((static_cast<u64>(tile + 1u) * blocks - 1u) / total);
   }
 };
 
-// The sequence that owns a unit.
-DEVICE u32 sequence_of_unit(const u32* unit_start, u32 num_seqs, u32 unit) {
+// The sequence that owns a tile.
+DEVICE u32 sequence_of_tile(const u32* tile_start, u32 num_seqs, u32 tile) {
   u32 low = 0, high = num_seqs;
   while (high - low > 1) {
     const u32 middle = (low + high) / 2;
-    if (unit_start[middle] <= unit) {
+    if (tile_start[middle] <= tile) {
       low = middle;
     } else {
       high = middle;
@@ -74,9 +73,9 @@ struct Sharers {
   // begins inside its share.
   static DEVICE u32 slot(u32 block, bool begins_inside) { return 2 * block + begins_inside; }
 
-  static DEVICE Sharers of(const Shares& shares, u32 first_unit, u32 end_unit) {
-    const u32 first = shares.block_of(first_unit), last = shares.block_of(end_unit - 1);
-    return {first, last - first + 1, slot(first, first_unit > shares.first_unit(first))};
+  static DEVICE Sharers of(const Shares& shares, u32 first_tile, u32 end_tile) {
+    const u32 first = shares.block_of(first_tile), last = shares.block_of(end_tile - 1);
+    return {first, last - first + 1, slot(first, first_tile > shares.first_tile(first))};
   }
   DEVICE u32 slot_of(u32 index) const { return index == 0 ? first_slot : 2 * (first + index); }
 };

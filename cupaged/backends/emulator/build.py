@@ -33,8 +33,26 @@ _COMMON_FLAGS = (
     "-w",
 )
 _KERNEL_FLAGS = ("-O2", *_COMMON_FLAGS, "-DCUPAGED_EMULATOR=1")
+CHECK_DEFINE = "CUPAGED_EMULATOR_CHECK"
+# The sanitizers' instrumentation, without their libraries: the runtime has the functions that it calls.
+_CHECKED_KERNEL_FLAGS = (
+    "-O1",
+    "-g",
+    *_COMMON_FLAGS,
+    "-DCUPAGED_EMULATOR=1",
+    f"-D{CHECK_DEFINE}=1",
+    "-fno-optimize-sibling-calls",  # a return address must lie in the function that calls
+    "-fsanitize=thread",
+    "-fsanitize=bounds,alignment,integer-divide-by-zero,null",
+)
+# Volatile accesses told from others, as GCC and clang spell it.
+_VOLATILE_FLAGS = (("--param=tsan-distinguish-volatile=1",), ("-mllvm", "-tsan-distinguish-volatile=1"))
+# Large copies, which are not instrumented, go to the runtime too.
+_CHECKED_LINK_FLAGS = ("-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset",)
 _RUNTIME_FLAGS = ("-O3", *_COMMON_FLAGS)
 _LINK_FLAGS = ("-shared", "-pthread")
+
+_ATTEMPTS = 3  # to get a compiled file loaded, where others remove files from the cache meanwhile
 
 _Loaded = TypeVar("_Loaded")
 
@@ -60,11 +78,19 @@ def runtime_library(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
     return _cached(name, compile_to)
 
 
-def kernel_library(compiler: Compiler, source: KernelSource, runtime: Path) -> Path:
-    """Path of a kernel's library, compiled if need be. It is linked to `runtime`, beside it on disk."""
-    defines = [f"-D{name}={value}" for name, value in source.defines]
-    flags = [*_KERNEL_FLAGS, *_LINK_FLAGS, *defines]
-    key = _key(compiler, [*flags, runtime.name, source.path.name, source.entry, source.digest()])
+def kernel_library(compiler: Compiler, source: KernelSource, runtime: Path, *, check: bool = False) -> Path:
+    """Path of a kernel's library, compiled if need be. It is linked to `runtime`, beside it on disk.
+
+    Args:
+        compiler: what compiles it.
+        source: the kernel.
+        runtime: path of the runtime library, of the same mode.
+        check: instrumented for check mode, with line numbers.
+    """
+    flags = _kernel_flags(compiler, source, check)
+    parts = [*flags, *_LINK_FLAGS, runtime.name, source.path.name, source.entry, source.digest()]
+    # Line numbers name the file where it was when it was compiled.
+    key = _key(compiler, [*parts, str(source.path)] if check else parts)
     include_dirs = [f"-I{folder}" for folder in (*source.include_dirs, INCLUDE)]
 
     def compile_to(output: Path) -> None:
@@ -72,25 +98,42 @@ def kernel_library(compiler: Compiler, source: KernelSource, runtime: Path) -> P
         # Its own copy: the cache may be cleared while the compiler runs.
         linked = Path(shutil.copyfile(runtime, output.parent / runtime.name))
         unit.write_text(f'#include "{source.path}"\nCUPAGED_EMULATOR_EXPORT({source.entry})\n')
+        subject = f"{source.path.name}: {source.entry}"
         options = [*flags, *include_dirs, "-include", str(INCLUDE / "cupaged_emulator.h"), str(unit)]
-        options += ["-o", str(output), str(linked), "-Wl,-rpath,$ORIGIN", "-Wl,-Bsymbolic"]
-        compiler.run(options, f"{source.path.name}: {source.entry}", output.parent)
+        link = [*_LINK_FLAGS, "-o", str(output), str(linked), "-Wl,-rpath,$ORIGIN", "-Wl,-Bsymbolic"]
+        if check:
+            # Linked apart: told of -fsanitize, the linker would bring the sanitizers' libraries in.
+            object_file = str(output.with_suffix(".o"))
+            compiler.run([*options, "-c", "-o", object_file], subject, output.parent)
+            options = [object_file, *_CHECKED_LINK_FLAGS]
+        compiler.run([*options, *link], subject, output.parent)
 
     return _cached(f"{source.entry}_{key}.so", compile_to)
 
 
 def load_or_rebuild(build: Callable[[], Path], load: Callable[[Path], _Loaded]) -> _Loaded:
-    """``load(build())``; once more, freshly compiled, where the file vanished or the system refuses it.
+    """``load(build())``; again, freshly compiled, where a file vanished or the system refuses it.
 
     Raises:
-        BackendUnavailableError: the system refuses the fresh one too.
+        BackendUnavailableError: the system refuses fresh ones too.
     """
-    path = build()
-    try:
-        return load(path)
-    except BackendUnavailableError:
-        path.unlink(missing_ok=True)
-        return load(build())
+    for _ in range(_ATTEMPTS - 1):
+        path = None
+        try:
+            path = build()
+            return load(path)
+        except BackendUnavailableError:
+            if path is not None:
+                path.unlink(missing_ok=True)
+    return load(build())
+
+
+def _kernel_flags(compiler: Compiler, source: KernelSource, check: bool) -> list[str]:
+    defines = [f"-D{name}={value}" for name, value in source.defines]
+    if not check:
+        return [*_KERNEL_FLAGS, *defines]
+    volatile = next((flags for flags in _VOLATILE_FLAGS if compiler.accepts(flags)), ())
+    return [*_CHECKED_KERNEL_FLAGS, *volatile, *defines]
 
 
 def _key(compiler: Compiler, parts: list[str]) -> str:
@@ -102,7 +145,7 @@ def _key(compiler: Compiler, parts: list[str]) -> str:
 def _sources_digest() -> str:
     """Digest of the emulator's own C++ sources."""
     digest = hashlib.sha256()
-    for path in sorted([*INCLUDE.rglob("*.h"), *_RUNTIME.iterdir()]):
+    for path in sorted([*INCLUDE.rglob("*.h"), *_RUNTIME.rglob("*")]):
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

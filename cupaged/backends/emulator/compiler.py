@@ -38,6 +38,10 @@ class Compiler:
         """What distinguishes its output from another compiler's: command, version and machine."""
         return _identity(self.command)
 
+    def accepts(self, flags: tuple[str, ...]) -> bool:
+        """True where the compiler knows these options."""
+        return _accepts(self.command, flags)
+
     def run(self, options: Sequence[str], subject: str, cwd: Path) -> None:
         """Compile.
 
@@ -87,6 +91,12 @@ def find_compiler() -> Compiler:
         f"the emulator needs a C++ compiler; looked for $CXX (not set), {', '.join(_CANDIDATES)} on PATH and "
         f"the Python package ziglang, and found none; {_INSTALL}"
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _accepts(command: tuple[str, ...], flags: tuple[str, ...]) -> bool:
+    probe = [*command, *flags, "-fsanitize=thread", "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
 @functools.lru_cache(maxsize=16)

@@ -6,6 +6,7 @@ import ctypes
 import threading
 from pathlib import Path
 
+from cupaged.backends.emulator.places import describe_place
 from cupaged.errors import (
     AsyncCopyFault,
     BackendUnavailableError,
@@ -46,7 +47,7 @@ class SharedLayout(ctypes.Structure):
 
 
 class LaunchRequest(ctypes.Structure):
-    """LaunchRequest in runtime/launch.cpp."""
+    """LaunchRequest in runtime/launch.h."""
 
     _fields_ = (
         ("entry", ctypes.c_void_p),
@@ -60,6 +61,7 @@ class LaunchRequest(ctypes.Structure):
         ("schedule", ctypes.c_int32),
         ("workers", ctypes.c_int32),
         ("cooperative", ctypes.c_int32),
+        ("setup", ctypes.c_void_p),
     )
 
 
@@ -72,12 +74,21 @@ class Report(ctypes.Structure):
         ("has_thread", ctypes.c_int32),
         ("block", ctypes.c_uint32 * 3),
         ("thread", ctypes.c_uint32 * 3),
-        ("message", ctypes.c_char * 4060),
+        ("place", ctypes.c_uint32),
+        ("other_place", ctypes.c_uint32),
+        ("message", ctypes.c_char * 4052),
     )
 
-    def error(self, kernel: str) -> KernelFault | LaunchError:
-        """The error that this report stands for; `kernel` is the entry's name."""
+    def error(self, kernel: str, library: Path) -> KernelFault | LaunchError:
+        """The error that this report stands for.
+
+        Args:
+            kernel: the entry's name.
+            library: the kernel's library, which the report's places lie in.
+        """
         text = self.message.decode(errors="replace")
+        if self.other_place:
+            text = text.replace("@other@", describe_place(library, self.other_place))
         if self.kind == _LAUNCH_REFUSED:
             return LaunchError(f"{kernel}: {text}")
         block = _triple(self.block) if self.has_block else None
@@ -85,6 +96,8 @@ class Report(ctypes.Structure):
         place = "".join(
             f", {name} {index}" for name, index in (("block", block), ("thread", thread)) if index is not None
         )
+        if self.place:
+            place += f", {describe_place(library, self.place)}"
         return _FAULTS[self.kind](f"{kernel}{place}: {text}", kernel=kernel, block=block, thread=thread)
 
 
@@ -120,8 +133,13 @@ class Runtime:
                 found = _runtimes[path.name] = cls(path)
             return found
 
-    def launch(self, request: LaunchRequest, kernel: str) -> None:
+    def launch(self, request: LaunchRequest, kernel: str, library: Path) -> None:
         """Run a launch to its end.
+
+        Args:
+            request: what to launch.
+            kernel: the entry's name, for errors.
+            library: path of its code.
 
         Raises:
             LaunchError: the request is not allowed.
@@ -129,7 +147,7 @@ class Runtime:
         """
         report = Report()
         if self._launch(ctypes.byref(request), ctypes.byref(report)):
-            raise report.error(kernel)
+            raise report.error(kernel, library)
 
     def locate_shared(self, anchor: int) -> SharedLayout:
         """Layout of a kernel module's static shared memory, given the address of its anchor function."""
@@ -150,11 +168,13 @@ class KernelLibrary:
     """A kernel's library, loaded.
 
     Attributes:
+        path: of the file.
         entry: address of the function that calls the kernel with parameters from an array of pointers.
         shared_pointer: where its static shared memory lies, as launches take it.
     """
 
     def __init__(self, path: Path, runtime: Runtime) -> None:
+        self.path = path
         self._library = load(path)
         self.entry = _address(self._library.cupaged_emulator_entry)
         anchor = _address(self._library.cupaged_emulator_shared_anchor)

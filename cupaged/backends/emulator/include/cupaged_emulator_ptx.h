@@ -74,7 +74,7 @@ DEVICE uint64_t* mbarrier_word(u64* barrier) { return reinterpret_cast<uint64_t*
 DEVICE void mbarrier_init(u64* barrier, u32 arrivals) {
   cupaged_emulator::mbarrier_init(mbarrier_word(barrier), arrivals);
 }
-DEVICE void mbarrier_init_fence() { cupaged_emulator::note_fence(); }
+DEVICE void mbarrier_init_fence() { cupaged_emulator::note_fence(cupaged_emulator::Scope::block); }
 DEVICE void mbarrier_arrive(u64* barrier) {
   cupaged_emulator::mbarrier_arrive(mbarrier_word(barrier), 0);
 }
@@ -103,16 +103,13 @@ DEVICE void grid_launch_dependents() {}
 DEVICE u32 load_acquire(const u32* pointer) {
   using namespace cupaged_emulator;
   yield("load_acquire", pointer, false);
-  note_access(pointer, sizeof(u32), Access::atomic);
-  const u32 value = __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
-  note_order(pointer, Order::acquire);
-  return value;
+  note_atomic(pointer, sizeof(u32), Access::atomic_read, Order::acquire);
+  return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
 }
 
 DEVICE void store_release(u32* pointer, u32 value) {
   using namespace cupaged_emulator;
-  note_access(pointer, sizeof(u32), Access::atomic);
-  note_order(pointer, Order::release);
+  note_atomic(pointer, sizeof(u32), Access::atomic_write, Order::release);
   __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
   yield("store_release", pointer, true);
 }
@@ -132,6 +129,9 @@ DEVICE u32 atomic_inc_acq_rel(u32* pointer, u32 limit) {
 // ---- loads with cache hints
 
 DEVICE uint4 load_streaming_16(const void* pointer) { return *static_cast<const uint4*>(pointer); }
+
+// A delay tunes when a GPU's requests go out; there is nothing to tune here.
+inline void delay_cycles(uint32_t) {}
 
 DEVICE void spin_pause() { cupaged_emulator::yield("spin_pause", nullptr, false); }
 

@@ -10,3 +10,12 @@
 #include "shared_memory.cpp"
 #include "stack_pool.cpp"
 #include "warp_operations.cpp"
+
+#ifdef CUPAGED_EMULATOR_CHECK
+#include "check/access.cpp"
+#include "check/clock.cpp"
+#include "check/instrumentation.cpp"
+#include "check/order.cpp"
+#include "check/session.cpp"
+#include "check/shadow.cpp"
+#endif

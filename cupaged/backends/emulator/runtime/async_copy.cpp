@@ -8,18 +8,18 @@
 
 namespace cupaged_emulator {
 
-void ThreadCopies::wait(Fiber& owner, unsigned allowed) {
+void ThreadCopies::wait(unsigned allowed) {
   size_t landed = 0;
   for (; landed < pending_.size(); landed++) {
     const Copy& copy = pending_[landed];
     if (copy.group + allowed >= open_group_) break;
     memcpy(copy.shared, copy.global, copy.bytes);
-    order::copy_landed(owner, copy.shared, copy.bytes);
   }
   pending_.erase(pending_.begin(), pending_.begin() + static_cast<ptrdiff_t>(landed));
 }
 
 void copy_async(void* shared, const void* global, unsigned bytes) {
+  CUPAGED_NOTE_SITE();
   Fiber& self = running();
   Block& block = *self.home;
   if (reinterpret_cast<uintptr_t>(shared) % bytes != 0 ||
@@ -34,18 +34,22 @@ void copy_async(void* shared, const void* global, unsigned bytes) {
   order::copy_issued(self, shared, global, bytes);
   if (block.worker->schedule == Schedule::random && block.worker->coin()) {
     memcpy(shared, global, bytes);
-    order::copy_landed(self, shared, bytes);
     return;
   }
   memset(shared, POISON_BYTE, bytes);
   self.copies.add(shared, global, bytes);
 }
 
-void copy_async_commit() { running().copies.commit(); }
+void copy_async_commit() {
+  Fiber& self = running();
+  self.copies.commit();
+  order::copies_committed(self);
+}
 
 void copy_async_wait(unsigned pending_groups) {
   Fiber& self = running();
-  self.copies.wait(self, pending_groups);
+  self.copies.wait(pending_groups);
+  order::copies_waited_for(self, pending_groups);
 }
 
 }  // namespace cupaged_emulator

@@ -24,7 +24,7 @@ class ThreadCopies {
   }
   void commit() { open_group_++; }
   // Lets all groups land but the `allowed` most recent committed ones.
-  void wait(Fiber& owner, unsigned allowed);
+  void wait(unsigned allowed);
 
  private:
   struct Copy {

@@ -104,7 +104,10 @@ void complete_after_exit(Block& block, Warp& warp) {
     release_barrier(block, nullptr);
 }
 
-void warp_sync(uint32_t mask) { meet(mask, SYNCWARP, nullptr); }
+void warp_sync(uint32_t mask) {
+  CUPAGED_NOTE_SITE();
+  meet(mask, SYNCWARP, nullptr);
+}
 
 uint32_t active_lanes() {
   const Fiber& self = running();
@@ -116,6 +119,7 @@ uint32_t active_lanes() {
 int block_barrier(BarrierVote kind, bool predicate) {
   static const char* const NAMES[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and",
                                       "__syncthreads_count"};
+  CUPAGED_NOTE_SITE();
   Fiber& self = running();
   Block& block = *self.home;
   BlockBarrier& barrier = block.barrier;

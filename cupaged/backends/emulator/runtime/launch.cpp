@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "launch.h"
 #include "order.h"
 #include "scheduler.h"
 
@@ -19,30 +20,13 @@ namespace {
 
 constexpr size_t MAX_SHARED_BYTES = 227 * 1024;       // static and dynamic, of a block
 constexpr uint64_t MAX_RESIDENT_THREADS = 16 * 1024;  // each has a stack with a guard page of its own
+#ifdef CUPAGED_EMULATOR_CHECK
+constexpr uint64_t MAX_CHECKED_THREADS = uint64_t{32} << 32;  // warps and couriers have 32-bit numbers
+#endif
 // A launch counts as hanging after this many turns and this much time of spins alone.
 constexpr unsigned IDLE_TURNS = 5000;
 constexpr auto IDLE_TIME = std::chrono::milliseconds(200);
 
-}  // namespace
-
-// Filled in by cupaged/backends/emulator/library.py: fixed layout.
-struct LaunchRequest {
-  void (*entry)(void* const* parameters);
-  void* const* parameters;
-  const SharedLayout* shared;
-  uint64_t dynamic_shared_bytes;
-  uint64_t stack_bytes;
-  uint64_t seed;
-  uint32_t grid[3];
-  uint32_t block[3];
-  int32_t schedule;
-  int32_t workers;
-  int32_t cooperative;
-};
-
-namespace {
-
-uint64_t volume(const uint32_t (&dims)[3]) { return static_cast<uint64_t>(dims[0]) * dims[1] * dims[2]; }
 dim3 to_dim3(const uint32_t (&dims)[3]) { return dim3(dims[0], dims[1], dims[2]); }
 
 uint64_t greatest_common_divisor(uint64_t a, uint64_t b) {
@@ -171,7 +155,7 @@ void run_alone(Launch& launch, Worker& worker, Block& block, Watchdog& watchdog)
       report_deadlock(worker, &only, 1, NO_PROGRESS);
     }
   }
-  if (block.alive == 0 && !worker.failed() && all_copies_landed(block)) order::block_finished(block);
+  if (block.alive == 0 && !worker.failed()) all_copies_landed(block);
 }
 
 void run_one_after_another(Launch& launch) {
@@ -219,7 +203,6 @@ class ResidentBlocks {
       if (worker_.failed()) return ran;
       if (block->alive != 0) continue;
       if (!all_copies_landed(*block)) return ran;
-      order::block_finished(*block);
     }
     return ran;
   }
@@ -258,6 +241,7 @@ void run_cooperatively(Launch& launch) {
 // Lets no exception out: it would end the process where it leaves an OS thread.
 void run_caught(Launch& launch, void (*run)(Launch&)) {
   try {
+    const order::LaunchScope scope(launch.request());
     run(launch);
   } catch (const std::exception& error) {
     Report report;
@@ -267,7 +251,11 @@ void run_caught(Launch& launch, void (*run)(Launch&)) {
 }
 
 void run_on_workers(Launch& launch) {
+#ifdef CUPAGED_EMULATOR_CHECK
+  constexpr uint64_t wanted = 1;  // what is known of each byte belongs to one OS thread
+#else
   const uint64_t wanted = static_cast<uint64_t>(launch.request().workers);
+#endif
   const uint64_t workers = wanted < launch.num_blocks() ? wanted : launch.num_blocks();
   std::vector<std::thread> threads;
   for (uint64_t i = 1; i < workers; i++)
@@ -287,6 +275,11 @@ bool refuse(const LaunchRequest& request, Report& report) {
     report.set(FaultKind::launch, nullptr,
                "static and dynamic shared memory are %llu bytes, allowed are %zu",
                static_cast<unsigned long long>(shared), MAX_SHARED_BYTES);
+#ifdef CUPAGED_EMULATOR_CHECK
+  } else if (blocks > MAX_CHECKED_THREADS / (2 * threads + 3 * WARP_LANES)) {
+    report.set(FaultKind::launch, nullptr, "check mode can tell the threads of %llu blocks no more apart",
+               static_cast<unsigned long long>(blocks));
+#endif
   } else if (request.cooperative != 0 && blocks * threads > MAX_RESIDENT_THREADS) {
     report.set(
         FaultKind::launch, nullptr,

@@ -121,16 +121,19 @@ void meet_whole_warp(const Collective& collective, void* argument) {
 }  // namespace
 
 void matrix_multiply(Half format, float* accumulator, const uint32_t* a, const uint32_t* b) {
+  CUPAGED_NOTE_SITE();
   MultiplyArgument argument{accumulator, a, b};
   meet_whole_warp(MULTIPLY[static_cast<int>(format)], &argument);
 }
 
 uint32_t matrix_transpose(uint32_t fragment) {
+  CUPAGED_NOTE_SITE();
   meet_whole_warp(TRANSPOSE, &fragment);
   return fragment;
 }
 
 void load_matrix_x4(uint32_t* fragments, const void* row, bool transposed) {
+  CUPAGED_NOTE_SITE();
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
     fault(FaultKind::misaligned, "ldmatrix: row address %p is not 16-byte aligned", row);
   note_access(row, 16, Access::read);

@@ -80,7 +80,6 @@ void advance(Block& block, uint64_t* barrier, BarrierState state) {
 
 void land(const BulkCopy& copy) {
   memcpy(copy.shared, copy.global, copy.bytes);
-  order::copy_landed(*copy.issuer, copy.shared, copy.bytes);
 }
 
 // Called when a phase lacks only bytes: lets its copies land, once all of them are on their way.
@@ -123,6 +122,7 @@ void check_bulk_copy(const Block& block, const void* shared, const void* global,
 }  // namespace
 
 void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  CUPAGED_NOTE_SITE();
   if (reinterpret_cast<uintptr_t>(barrier) % sizeof(uint64_t) != 0 || arrivals == 0 ||
       arrivals > MAX_ARRIVALS)
     fault(FaultKind::async_copy,
@@ -133,12 +133,13 @@ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   state.arrivals = state.missing = arrivals;
   state.tag = INITIALISED;
   write_state(barrier, state);
+  order::mbarrier_initialised(running(), barrier);
 }
 
 void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
+  CUPAGED_NOTE_SITE();
   BarrierState state = checked_state(barrier, "mbarrier.arrive");
-  note_access(barrier, sizeof(*barrier), Access::atomic);
-  note_order(barrier, Order::release);
+  note_access(barrier, sizeof(*barrier), Access::atomic_update);
   if (state.missing == 0)
     fault(FaultKind::async_copy,
           "mbarrier %p: an arrival beyond the %u of its phase, which still expects "
@@ -149,6 +150,7 @@ void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
     fault(FaultKind::async_copy, "mbarrier %p: %lld expected bytes are more than it counts (%u)",
           static_cast<void*>(barrier), state.bytes + static_cast<long long>(expected_bytes),
           MAX_ARRIVALS);
+  order::mbarrier_arrived(running(), barrier);
   state.missing--;
   state.bytes += expected_bytes;
   running().home->worker->progress++;
@@ -156,9 +158,10 @@ void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
 }
 
 bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
+  CUPAGED_NOTE_SITE();
   parity &= 1u;
   BarrierState state = checked_state(barrier, "mbarrier.try_wait");
-  note_access(barrier, sizeof(*barrier), Access::atomic);
+  note_access(barrier, sizeof(*barrier), Access::atomic_read);
   if (state.parity == parity && state.missing == 0) {
     land_copies(*running().home, barrier, state);
     state = read_state(barrier);
@@ -168,17 +171,18 @@ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
     state = read_state(barrier);
   }
   if (state.parity == parity) return false;
-  note_order(barrier, Order::acquire);
+  order::mbarrier_waited_for(running(), barrier);
   return true;
 }
 
 void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  CUPAGED_NOTE_SITE();
   Fiber& self = running();
   Block& block = *self.home;
   BarrierState state = checked_state(barrier, "bulk copy");
   check_bulk_copy(block, shared, global, bytes);
   const BulkCopy copy{shared, global, bytes, barrier, &self};
-  order::copy_issued(self, shared, global, bytes);
+  order::bulk_copy_issued(self, copy);
   if (block.worker->schedule == Schedule::random && block.worker->coin()) {
     land(copy);
     state.bytes -= bytes;

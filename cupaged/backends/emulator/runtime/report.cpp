@@ -7,6 +7,9 @@
 #include <string>
 
 #include "scheduler.h"
+#ifdef CUPAGED_EMULATOR_CHECK
+#include "check/session.h"
+#endif
 
 namespace cupaged_emulator {
 namespace {
@@ -96,6 +99,9 @@ void Report::set(FaultKind fault, const Fiber* at, const char* format, ...) {
     thread[0] = at->thread_index.x;
     thread[1] = at->thread_index.y;
     thread[2] = at->thread_index.z;
+#ifdef CUPAGED_EMULATOR_CHECK
+    place = check::session.site_of(at->check.site);
+#endif
   }
   va_list arguments;
   va_start(arguments, format);

@@ -30,7 +30,11 @@ struct Report {
   int32_t has_thread = 0;
   uint32_t block[3] = {0, 0, 0};
   uint32_t thread[3] = {0, 0, 0};
-  char message[4060] = {0};
+  // In the kernel's code, 0 where unknown (fast mode): where the thread was, and what "@other@" in the
+  // message stands for.
+  uint32_t place = 0;
+  uint32_t other_place = 0;
+  char message[4052] = {0};
 
   // The first fault stays. `thread` may be null.
   void set(FaultKind fault, const Fiber* thread, const char* format, ...)

@@ -7,6 +7,13 @@ namespace cupaged_emulator {
 // Fixed places in each OS thread: found without a call.
 __thread ThreadView* current __attribute__((tls_model("initial-exec"))) = nullptr;
 
+#ifdef CUPAGED_EMULATOR_CHECK
+#define CUPAGED_OF_THREAD(TYPE, NAME, FIELD) \
+  TYPE NAME() { return current->FIELD; }
+CUPAGED_OF_ALL_THREADS
+#undef CUPAGED_OF_THREAD
+#endif
+
 namespace {
 
 unsigned lowest(uint32_t mask) { return static_cast<unsigned>(__builtin_ctz(mask)); }
@@ -62,7 +69,6 @@ void continue_fiber(Context& from, Fiber& to) {
 void leave_block(Fiber& self) {
   Block& block = *self.home;
   Warp& warp = *self.warp;
-  order::thread_finished(self);
   warp.alive &= ~self.bit();
   block.alive--;
   block.worker->progress++;
@@ -74,7 +80,6 @@ void fiber_main() {
   for (;;) {
     Fiber& self = running();
     Worker& worker = *self.home->worker;
-    order::thread_started(self);
     worker.entry(worker.parameters);
     leave_block(self);
     Fiber* next = worker.failed() ? nullptr : self.home->take_ready();
@@ -129,6 +134,7 @@ void Block::create(Worker& owner, dim3 dim, dim3 grid, size_t dynamic_bytes) {
     fiber.warp->index = i / WARP_LANES;
     fiber.warp->existing |= fiber.bit();
   }
+  order::block_created(*this);
 }
 
 void Block::start(uint3 index) {
@@ -233,6 +239,7 @@ uint64_t clock_ticks() {
 }
 
 void trap(const char* what) {
+  CUPAGED_NOTE_SITE();
   Fiber& self = running();
   self.home->worker->report.set(FaultKind::trap, &self, "%s", what);
   abandon();

@@ -15,6 +15,9 @@
 #include "report.h"
 #include "shared_memory.h"
 #include "stack_pool.h"
+#ifdef CUPAGED_EMULATOR_CHECK
+#include "check/state.h"
+#endif
 
 namespace cupaged_emulator {
 
@@ -40,6 +43,9 @@ struct Fiber : ThreadView {
   const char* spin_name = nullptr;
   const void* spin_address = nullptr;
   ThreadCopies copies;
+#ifdef CUPAGED_EMULATOR_CHECK
+  check::ThreadState check;
+#endif
 
   uint32_t bit() const { return 1u << lane; }
 };
@@ -85,6 +91,9 @@ struct Block : BlockView {
   std::vector<BulkCopy> bulk_copies;  // in flight
   DynamicShared dynamic;
   SharedImage image;  // static shared memory while another block runs (cooperative launches)
+#ifdef CUPAGED_EMULATOR_CHECK
+  check::BlockState check;
+#endif
 
   // Makes the fibers; the same block object is started once for every block index.
   void create(Worker& owner, dim3 dim, dim3 grid, size_t dynamic_bytes);
@@ -122,6 +131,13 @@ struct Worker {
 };
 
 inline Fiber& running() { return *static_cast<Fiber*>(current); }
+
+// In functions that kernels call: keeps the place of the call for reports.
+#ifdef CUPAGED_EMULATOR_CHECK
+#define CUPAGED_NOTE_SITE() (running().check.site = __builtin_return_address(0))
+#else
+#define CUPAGED_NOTE_SITE() static_cast<void>(0)
+#endif
 
 // The current fiber, whose state says why it waits, gives way to the next one.
 void suspend(Fiber& self);

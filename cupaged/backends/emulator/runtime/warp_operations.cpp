@@ -62,12 +62,14 @@ const Collective VOTES[] = {
 }  // namespace
 
 uint64_t warp_shuffle(Shuffle kind, uint32_t mask, uint64_t value, unsigned source) {
+  CUPAGED_NOTE_SITE();
   ShuffleArgument argument{value, 0, source};
   meet(mask, SHUFFLES[static_cast<int>(kind)], &argument);
   return argument.result;
 }
 
 uint32_t warp_vote(Vote kind, uint32_t mask, bool predicate) {
+  CUPAGED_NOTE_SITE();
   VoteArgument argument{predicate, 0};
   meet(mask, VOTES[static_cast<int>(kind)], &argument);
   return argument.result;

@@ -11,8 +11,7 @@ template <class T, class Update>
 inline T read_modify_write(const char* what, T* address, Order order, Update update) {
   using Bits = typename BitsOfSize<sizeof(T)>::type;
   Bits* bits = reinterpret_cast<Bits*>(address);
-  note_access(address, sizeof(T), Access::atomic);
-  if (order == Order::release || order == Order::acquire_release) note_order(address, Order::release);
+  note_atomic(address, sizeof(T), Access::atomic_update, order);
   Bits old_bits = __atomic_load_n(bits, __ATOMIC_RELAXED), new_bits;
   T old;
   do {
@@ -20,7 +19,6 @@ inline T read_modify_write(const char* what, T* address, Order order, Update upd
     new_bits = bit_cast<Bits>(update(old));
   } while (!__atomic_compare_exchange_n(bits, &old_bits, new_bits, false, __ATOMIC_SEQ_CST,
                                         __ATOMIC_RELAXED));
-  if (order == Order::acquire || order == Order::acquire_release) note_order(address, Order::acquire);
   yield(what, address, old_bits != new_bits);
   return old;
 }
@@ -72,9 +70,9 @@ CUPAGED_ATOMIC_CAS(unsigned long long)
 CUPAGED_ATOMIC_CAS(unsigned short)
 #undef CUPAGED_ATOMIC_CAS
 
-inline void __threadfence_block() { cupaged_emulator::note_fence(); }
+inline void __threadfence_block() { cupaged_emulator::note_fence(cupaged_emulator::Scope::block); }
 inline void __threadfence() {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  cupaged_emulator::note_fence();
+  cupaged_emulator::note_fence(cupaged_emulator::Scope::device);
 }
 inline void __threadfence_system() { __threadfence(); }

@@ -5,19 +5,20 @@
 
 namespace cupaged_emulator {
 
-enum class Access { read, write, atomic };
+enum class Access : uint8_t { read, write, atomic_read, atomic_write, atomic_update };
 enum class Order { relaxed, acquire, release, acquire_release };
+enum class Scope { block, device };
 
 #ifdef CUPAGED_EMULATOR_CHECK
-// The current thread touches memory through an instruction with a body in the emulator.
+// The current thread touches memory through an instruction with a body in the runtime library.
 CUPAGED_EMULATOR_API void note_access(const void* address, size_t bytes, Access access);
-// The current thread makes an ordering access to an address (after the loads, before the stores of it).
-CUPAGED_EMULATOR_API void note_order(const void* address, Order order);
-CUPAGED_EMULATOR_API void note_fence();
+// The current thread makes an atomic access; nothing runs between this call and the access.
+CUPAGED_EMULATOR_API void note_atomic(const void* address, size_t bytes, Access access, Order order);
+CUPAGED_EMULATOR_API void note_fence(Scope scope);
 #else
 inline void note_access(const void*, size_t, Access) {}
-inline void note_order(const void*, Order) {}
-inline void note_fence() {}
+inline void note_atomic(const void*, size_t, Access, Order) {}
+inline void note_fence(Scope) {}
 #endif
 
 }  // namespace cupaged_emulator

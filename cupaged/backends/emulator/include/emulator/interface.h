@@ -29,7 +29,25 @@ struct ThreadView {
 // __thread and not thread_local: the latter would call an initialiser on every use.
 extern CUPAGED_EMULATOR_API __thread ThreadView* current __attribute__((tls_model("initial-exec")));
 
-inline void* dynamic_shared() { return current->block->dynamic_shared; }
+// What threads ask about themselves.
+#ifdef CUPAGED_EMULATOR_CHECK
+// Calls, because check mode would take loads of `current` for the kernel's own. The answers never change
+// for a thread.
+#define CUPAGED_OF_THREAD(TYPE, NAME, FIELD) \
+  CUPAGED_EMULATOR_API __attribute__((const)) TYPE NAME();
+#else
+#define CUPAGED_OF_THREAD(TYPE, NAME, FIELD) \
+  inline TYPE NAME() { return current->FIELD; }
+#endif
+#define CUPAGED_OF_ALL_THREADS                                     \
+  CUPAGED_OF_THREAD(uint3, thread_index, thread_index)             \
+  CUPAGED_OF_THREAD(unsigned, lane_of_thread, lane)                \
+  CUPAGED_OF_THREAD(uint3, block_index, block->block_index)        \
+  CUPAGED_OF_THREAD(dim3, block_dim, block->block_dim)             \
+  CUPAGED_OF_THREAD(dim3, grid_dim, block->grid_dim)               \
+  CUPAGED_OF_THREAD(void*, dynamic_shared, block->dynamic_shared)
+CUPAGED_OF_ALL_THREADS
+#undef CUPAGED_OF_THREAD
 
 // ---- collectives: return when every thread concerned has arrived
 

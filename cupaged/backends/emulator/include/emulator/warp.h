@@ -43,7 +43,7 @@ inline T shuffle(Shuffle kind, unsigned int mask, T value, unsigned int source) 
 
 // A warp falls into segments of `width` lanes (a power of two); sources outside the caller's own
 // segment become the caller itself.
-inline unsigned int segment_start(unsigned int width) { return current->lane & ~(width - 1u); }
+inline unsigned int segment_start(unsigned int width) { return lane_of_thread() & ~(width - 1u); }
 
 }  // namespace cupaged_emulator
 
@@ -58,7 +58,7 @@ inline T __shfl_sync(unsigned int mask, T value, int source, int width = 32) {
 template <class T>
 inline T __shfl_up_sync(unsigned int mask, T value, unsigned int delta, int width = 32) {
   using namespace cupaged_emulator;
-  const unsigned int lane = current->lane;
+  const unsigned int lane = lane_of_thread();
   const unsigned int room = lane - segment_start(static_cast<unsigned int>(width));
   return shuffle(Shuffle::up, mask, value, delta <= room ? lane - delta : lane);
 }
@@ -66,7 +66,7 @@ inline T __shfl_up_sync(unsigned int mask, T value, unsigned int delta, int widt
 template <class T>
 inline T __shfl_down_sync(unsigned int mask, T value, unsigned int delta, int width = 32) {
   using namespace cupaged_emulator;
-  const unsigned int lane = current->lane, size = static_cast<unsigned int>(width);
+  const unsigned int lane = lane_of_thread(), size = static_cast<unsigned int>(width);
   const unsigned int room = segment_start(size) + size - 1u - lane;
   return shuffle(Shuffle::down, mask, value, delta <= room ? lane + delta : lane);
 }
@@ -75,7 +75,7 @@ inline T __shfl_down_sync(unsigned int mask, T value, unsigned int delta, int wi
 template <class T>
 inline T __shfl_xor_sync(unsigned int mask, T value, int lane_mask, int width = 32) {
   using namespace cupaged_emulator;
-  const unsigned int lane = current->lane, size = static_cast<unsigned int>(width);
+  const unsigned int lane = lane_of_thread(), size = static_cast<unsigned int>(width);
   const unsigned int source = lane ^ static_cast<unsigned int>(lane_mask);
   return shuffle(Shuffle::exchange, mask, value, source < segment_start(size) + size ? source : lane);
 }

@@ -44,7 +44,7 @@ inline bool ordered(const ThreadState& self, const Stamp& stamp) {
          self.own_block->knows(owner_in_block * ClockLayout::LANES, others, stamp.time);
 }
 
-bool conflict(Touch a, Touch b) { return (writes(a) || writes(b)) && !(is_atomic(a) && is_atomic(b)); }
+bool conflict(Access a, Access b) { return (writes(a) || writes(b)) && !(is_atomic(a) && is_atomic(b)); }
 
 bool same_moment(const Stamp& a, const Stamp& b) {
   return a.owner == b.owner && a.time == b.time && a.site == b.site;
@@ -53,7 +53,7 @@ bool same_moment(const Stamp& a, const Stamp& b) {
 // Drops, from a list, what a later access by a thread to all of its bytes stands for as well.
 void prune(std::vector<Entry>& list, const Visit& visit, uint8_t bytes) {
   const auto superseded = [&](const Entry& entry) {
-    return (entry.bytes & ~bytes) == 0 && (writes(visit.touch) || !writes(entry.touch)) &&
+    return (entry.bytes & ~bytes) == 0 && (writes(visit.access) || !writes(entry.access)) &&
            ordered(visit.self, entry.stamp);
   };
   list.erase(std::remove_if(list.begin(), list.end(), superseded), list.end());
@@ -64,7 +64,7 @@ void add_to_list(std::vector<Entry>& list, size_t* prune_at, const Visit& visit,
   const size_t window = list.size() > WINDOW ? list.size() - WINDOW : 0;
   for (size_t i = list.size(); by_thread && i-- > window;) {
     Entry& entry = list[i];
-    if (entry.touch != visit.touch || entry.bytes != bytes) continue;
+    if (entry.access != visit.access || entry.bytes != bytes) continue;
     if (same_moment(entry.stamp, visit.stamp)) {
       entry.stamp.lanes |= visit.stamp.lanes;
       return;
@@ -78,7 +78,7 @@ void add_to_list(std::vector<Entry>& list, size_t* prune_at, const Visit& visit,
     if (by_thread) prune(list, visit, bytes);
     *prune_at = std::max<size_t>(16, 2 * list.size());
   }
-  list.push_back({visit.stamp, bytes, visit.touch});
+  list.push_back({visit.stamp, bytes, visit.access});
 }
 
 Overflow& overflow_of(Granule& granule, Space& space) {
@@ -90,8 +90,8 @@ Overflow& overflow_of(Granule& granule, Space& space) {
 const Entry* race_in(const std::vector<Entry>& list, const Visit& visit, uint8_t bytes,
                      uint8_t* written) {
   for (const Entry& entry : list) {
-    if (writes(entry.touch)) *written |= entry.bytes;
-    if ((entry.bytes & bytes) != 0 && conflict(entry.touch, visit.touch) &&
+    if (writes(entry.access)) *written |= entry.bytes;
+    if ((entry.bytes & bytes) != 0 && conflict(entry.access, visit.access) &&
         !ordered(visit.self, entry.stamp))
       return &entry;
   }
@@ -100,7 +100,7 @@ const Entry* race_in(const std::vector<Entry>& list, const Visit& visit, uint8_t
 
 const Entry* race_in(const Overflow& overflow, const Visit& visit, uint8_t bytes, uint8_t* written) {
   const Entry* found = race_in(overflow.writes, visit, bytes, written);
-  if (found == nullptr && writes(visit.touch)) found = race_in(overflow.reads, visit, bytes, written);
+  if (found == nullptr && writes(visit.access)) found = race_in(overflow.reads, visit, bytes, written);
   // Atomics race with no atomic, but even then they count as written.
   if (found == nullptr) found = race_in(overflow.atomics, visit, bytes, written);
   return found;
@@ -132,7 +132,7 @@ void set_entry(Granule& granule, int i, const Stamp& stamp, uint8_t bytes, bool 
 
 Finding race_with(const Granule& granule, int i, Entry* other) {
   const bool is_write = (granule.writes >> i) & 1u;
-  *other = {granule.stamps[i], granule.bytes[i], is_write ? Touch::write : Touch::read};
+  *other = {granule.stamps[i], granule.bytes[i], is_write ? Access::write : Access::read};
   return Finding::race;
 }
 
@@ -152,7 +152,7 @@ void note_write(Granule& granule, Space& space, const Visit& visit, uint8_t byte
   if (free >= 0) {
     set_entry(granule, free, visit.stamp, bytes, true);
   } else {
-    overflow_of(granule, space).writes.push_back({visit.stamp, bytes, Touch::write});
+    overflow_of(granule, space).writes.push_back({visit.stamp, bytes, Access::write});
   }
 }
 
@@ -213,24 +213,24 @@ Finding read_granule(Granule& granule, Space& space, const Visit& visit, uint8_t
   return Finding::nothing;
 }
 
-Finding touch_atomically(Granule& granule, Space& space, const Visit& visit, uint8_t bytes, Entry* other) {
+Finding access_atomically(Granule& granule, Space& space, const Visit& visit, uint8_t bytes, Entry* other) {
   uint8_t written = 0;
   for (int i = 0; i < static_cast<int>(Granule::ENTRIES); i++) {
     const bool is_write = (granule.writes >> i) & 1u;
     if (is_write) written |= granule.bytes[i];
-    if ((granule.bytes[i] & bytes) != 0 && (is_write || writes(visit.touch)) &&
+    if ((granule.bytes[i] & bytes) != 0 && (is_write || writes(visit.access)) &&
         !ordered(visit.self, granule.stamps[i]))
       return race_with(granule, i, other);
   }
   Overflow& overflow = overflow_of(granule, space);
   const Entry* race = race_in(overflow.writes, visit, bytes, &written);
-  if (race == nullptr && writes(visit.touch)) race = race_in(overflow.reads, visit, bytes, &written);
+  if (race == nullptr && writes(visit.access)) race = race_in(overflow.reads, visit, bytes, &written);
   if (race != nullptr) return *other = *race, Finding::race;
   // Only for shared memory does it matter what other atomics wrote: their list may be long.
   if (space.is_shared) {
     for (const Entry& entry : overflow.atomics)
-      if (writes(entry.touch)) written |= entry.bytes;
-    if ((bytes & ~written) != 0) return Finding::uninitialised;
+      if (writes(entry.access)) written |= entry.bytes;
+    if ((bytes & ~written) != 0 && visit.access != Access::atomic_write) return Finding::uninitialised;
   }
   add_to_list(overflow.atomics, &overflow.prune_atomics_at, visit, bytes);
   return Finding::nothing;
@@ -245,13 +245,13 @@ Finding visit_granule(Granule& granule, Space& space, const Visit& visit, uint8_
     granule.bytes[0] = granule.bytes[1] = granule.bytes[2] = 0;
     granule.writes = 0;
   }
-  switch (visit.touch) {
-    case Touch::read:
+  switch (visit.access) {
+    case Access::read:
       return read_granule(granule, space, visit, bytes, other);
-    case Touch::write:
+    case Access::write:
       return write_granule(granule, space, visit, bytes, other);
     default:
-      return touch_atomically(granule, space, visit, bytes, other);
+      return access_atomically(granule, space, visit, bytes, other);
   }
 }
 

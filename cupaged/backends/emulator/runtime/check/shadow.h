@@ -10,6 +10,7 @@
 #include <deque>
 #include <vector>
 
+#include "../../include/emulator/hooks.h"
 #include "clock.h"
 
 namespace cupaged_emulator {
@@ -36,14 +37,13 @@ struct OwnerLayout {
   static uint32_t thread_of(uint32_t lanes) { return lanes & 0xffffu; }
 };
 
-enum class Touch : uint8_t { read, write, atomic_read, atomic_write };
-inline bool writes(Touch touch) { return touch == Touch::write || touch == Touch::atomic_write; }
-inline bool is_atomic(Touch touch) { return touch >= Touch::atomic_read; }
+inline bool writes(Access access) { return access != Access::read && access != Access::atomic_read; }
+inline bool is_atomic(Access access) { return access >= Access::atomic_read; }
 
 struct Entry {
   Stamp stamp;
   uint8_t bytes;
-  Touch touch;
+  Access access;
 };
 
 struct Overflow {
@@ -90,7 +90,7 @@ struct ThreadState;
 struct Visit {
   const ThreadState& self;
   Stamp stamp;
-  Touch touch;
+  Access access;
 };
 
 enum class Finding { nothing, race, uninitialised };

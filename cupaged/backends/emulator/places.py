@@ -1,0 +1,47 @@
+"""Source lines of places in a kernel's code, for check mode's reports."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+_INCLUDE = Path(__file__).resolve().parent / "include"
+_MAX_CALLERS = 4
+
+
+def describe_place(library: Path, offset: int) -> str:
+    """``file:line`` of a return address in a library, followed by the lines it was inlined into.
+
+    Args:
+        library: compiled with line numbers.
+        offset: of the address from where the library begins.
+
+    Without ``addr2line`` (which comes with g++, in binutils): library and offset.
+    """
+    lines = _source_lines(library, offset)
+    if not lines:
+        return f"at {library.name}+{offset:#x} (install addr2line for file and line)"
+    if len(lines) == 1:
+        return f"at {lines[0]}"
+    shown = ", ".join(lines[1 : _MAX_CALLERS + 1])
+    return f"at {lines[0]} (called from {shown})"
+
+
+@functools.lru_cache(maxsize=64)
+def _source_lines(library: Path, offset: int) -> tuple[str, ...]:
+    """Innermost first; the emulator's own headers left out."""
+    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
+    if tool is None:
+        return ()
+    # The call itself ends before the address it returns to.
+    command = [tool, "-i", "-e", str(library), hex(offset - 1)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    lines = []
+    for found in done.stdout.splitlines():
+        name, _, line = found.split(" ")[0].rpartition(":")
+        path = Path(name)
+        if line.isdigit() and line != "0" and not path.is_relative_to(_INCLUDE):
+            lines.append(f"{path.name}:{line}")
+    return tuple(lines)

@@ -1,0 +1,251 @@
+"""``python -m cupaged``: the doctor and the upkeep of the cache."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupaged import __main__, cache, doctor, ops
+from cupaged.backends.cupy import installation
+from cupaged.doctor import facts, selftest
+from cupaged.doctor.selftest import Result
+from cupaged.errors import CompileError
+from tests.surroundings import FakeCuda, command, environment, fake_driver, obey_permissions, run
+
+
+def _statuses(report: dict[str, Any]) -> dict[str, str]:
+    return {result["backend"]: result["status"] for result in report["backends"]}
+
+
+# ---- the whole command
+
+
+def test_everything_on_one_page(tmp_path: Path) -> None:
+    env = environment(tmp_path, XDG_CACHE_HOME="/some/where", CUDA_PATH="/opt/elsewhere", CXX=None)
+    done = command("doctor", env=env)
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    for start in ("versions  cupaged ", "cupy ", "nvrtc ", "driver ", "C++ ", "kernels   /", "cache     /"):
+        assert any(line.startswith(start) for line in lines), (start, done.stdout)
+    for text in (
+        "python 3.",
+        "numpy ",
+        "ml_dtypes ",
+        f"CUPAGED_CACHE_DIR {str(tmp_path)!r}",
+        "CUPAGED_CACHE_MAX_BYTES is not set",
+        "XDG_CACHE_HOME '/some/where'",
+        "CUDA_PATH '/opt/elsewhere'",
+        "CXX is not set",
+        f"{tmp_path}, 0 entries, 0 bytes of 1.0 GiB, can be written",
+    ):
+        assert text in done.stdout
+    assert re.search(
+        r"^emulator  OK \(\d+\.\d s\): write and decode, relative error to NumPy \d", done.stdout, re.M
+    )
+    assert re.search(r"^cupy      (OK|not available)", done.stdout, re.M)
+    assert done.returncode == 0
+
+
+def test_json_and_a_warm_cache(tmp_path: Path) -> None:
+    env = environment(tmp_path, CUPAGED_CACHE_MAX_BYTES="123456789")
+    first, second = (json.loads(command("doctor", "--json", env=env).stdout) for _ in range(2))
+    assert _statuses(second)["emulator"] == "OK"
+    assert second["healthy"] is True
+    assert second["environment"]["CUPAGED_CACHE_DIR"] == str(tmp_path)
+    assert first["cache"]["num_entries"] == 0
+    assert second["cache"]["num_entries"] >= 3  # the runtime and two kernels
+    assert second["cache"]["max_bytes"] == 123456789
+    assert second["backends"][0]["seconds"] < 1.0
+
+
+def test_nothing_works(tmp_path: Path) -> None:
+    broken = tmp_path / "cupy"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('half of it is missing')\n")
+    env = environment(tmp_path / "cache", PYTHONPATH=str(tmp_path), PATH="/nonexistent", CXX="clang-99")
+    done = command("doctor", env=env)
+    assert done.returncode == 1
+    assert "emulator  not available: the emulator needs a C++ compiler, but CXX is 'clang-99'" in done.stdout
+    assert "apt-get install g++" in done.stdout
+    assert "(half of it is missing)" in done.stdout
+    assert "pip install 'cupaged[cuda" in done.stdout
+
+
+def test_gpus_and_the_target_chosen_for_each(tmp_path: Path) -> None:
+    libraries = fake_driver(tmp_path, 12040, (9, 9), (12, 1), (7, 5))
+    env = environment(tmp_path / "cache", LD_LIBRARY_PATH=libraries)
+    report = json.loads(command("doctor", "--json", env=env).stdout)
+    assert report["driver"]["found"] == "CUDA 12.4"
+    assert [gpu["capability"] for gpu in report["gpus"]] == ["9.9", "12.1", "7.5"]
+    if report["nvrtc"]["problem"]:
+        assert all("NVRTC" in gpu["problem"] or "CuPy" in gpu["problem"] for gpu in report["gpus"])
+    else:
+        assert report["gpus"][0]["target"] == "sm_90"
+        assert report["gpus"][1]["target"].startswith("sm_120")
+        assert "cupaged needs 8.0 or later" in report["gpus"][2]["problem"]
+    assert _statuses(report)["cupy"] == "not available"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    code = "import sys; from cupaged.__main__ import main; sys.exit(main(['doctor']))"
+    out, err = run(code, environment(tmp_path), obey_permissions)
+    tmp_path.chmod(0o755)
+    if "can be written" in out.replace("cannot be written", ""):
+        pytest.skip("file permissions do not hold here")
+    assert err == ""
+    assert f"{tmp_path}, 0 entries, 0 bytes of 1.0 GiB; cannot be written (Permission denied)" in out
+    assert "export CUPAGED_CACHE_DIR=/some/folder" in out
+    assert "emulator  OK" in out
+
+
+# ---- what makes the exit status
+
+
+@pytest.mark.parametrize(
+    ("statuses", "healthy"),
+    [
+        (("OK", "OK"), True),
+        (("OK", "not available"), True),
+        (("not available", "OK"), True),
+        (("OK", "FAILED"), False),
+        (("FAILED", "not available"), False),
+        (("not available", "not available"), False),
+    ],
+)
+def test_health(monkeypatch: pytest.MonkeyPatch, statuses: tuple[str, str], healthy: bool) -> None:
+    results = tuple(Result(name, status, "because", 0.1) for name, status in zip("ab", statuses, strict=True))
+    monkeypatch.setattr(selftest, "run_all", lambda: results)
+    assert doctor.examine().healthy is healthy
+    assert __main__.main(["doctor"]) == (0 if healthy else 1)
+
+
+# ---- self-tests that fail
+
+
+def test_a_wrong_result_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ops.paged_decode_attn_bf16
+
+    def wrong(*arguments: Any) -> None:
+        original(*arguments)
+        arguments[5][0, 0, 0] += np.float32(2).astype(arguments[5].dtype)  # output
+
+    monkeypatch.setattr(ops, "paged_decode_attn_bf16", wrong)
+    result = selftest.run_all()[0]
+    assert result.status == "FAILED"
+    assert "allowed is 5e-03" in result.detail
+    assert "python -m cupaged cache --clear" in result.detail
+
+
+def test_nan_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "paged_decode_attn_bf16", lambda *arguments: None)  # output stays NaN
+    assert selftest.run_all()[0].status == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            CompileError("x.cu does not compile", log="x.cu:3: oops", command="g++ x"),
+            "export CXX=/path/to/g++",
+        ),
+        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
+    ],
+)
+def test_an_error_is_a_failure(monkeypatch: pytest.MonkeyPatch, error: Exception, says: str) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ops, "reshape_and_cache_bf16", fail)
+    result = selftest.run_all()[0]
+    assert result.status == "FAILED"
+    assert says in result.detail
+    if isinstance(error, CompileError):
+        assert "x.cu:3: oops" in result.detail
+
+
+# ---- facts
+
+
+def test_two_cupys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda().install(monkeypatch)
+    both = (("cupy-cuda12x", "14.2.0"), ("cupy-cuda13x", "14.1.0"))
+    monkeypatch.setattr(installation, "wheels", lambda: both)
+    monkeypatch.setattr(installation, "driver", lambda: installation.Driver((12, 9), (), ""))
+    found = facts.collect().cupy
+    assert "cupy-cuda12x 14.2.0, cupy-cuda13x 14.1.0" in found.found
+    assert "built for CUDA 12.9" in found.found
+    assert found.problem == (
+        "more than one CuPy is installed; keep one: pip uninstall -y cupy-cuda12x cupy-cuda13x && "
+        "pip install 'cupaged[cuda12]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (1 << 30, "1.0 GiB"), (1 << 52, "4096.0 TiB")],
+)
+def test_sizes_as_people_read_them(num_bytes: int, text: str) -> None:
+    assert doctor.readable_bytes(num_bytes) == text
+
+
+# ---- python -m cupaged cache
+
+
+@pytest.fixture
+def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CUPAGED_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUPAGED_CACHE_MAX_BYTES", "4096")
+    for name in ("cubin/a.bin", "cubin/b.bin", "emulator/c.so"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(1024))
+    return tmp_path
+
+
+def test_cache_is_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["cache"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"folder    {filled}",
+        "cubin     2 entries, 2.0 KiB",
+        "emulator  1 entries, 1.0 KiB",
+        "size      3.0 KiB of 4.0 KiB",
+    ]
+
+
+def test_cache_is_cleared(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out == f"{filled}: removed 3 entries, 3.0 KiB\n"
+    assert cache.entries(filled) == []
+
+
+def test_cache_that_cannot_be_cleared(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stays = filled / "cubin" / "a.bin"
+    monkeypatch.setattr(cache, "clear", lambda folder: cache.Cleared(2, 2048, (stays,)))
+    assert __main__.main(["cache", "--clear"]) == 1
+    assert capsys.readouterr().err == f"cannot remove {stays}\n"
+
+
+def test_no_home_no_cache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("CUPAGED_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert __main__.main(["cache"]) == 1
+    assert "set CUPAGED_CACHE_DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [(), ("docter",), ("doctor", "--xml")])
+def test_a_wrong_command_shows_how(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: python -m cupaged" in capsys.readouterr().err
