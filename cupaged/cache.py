@@ -60,6 +60,16 @@ class Cleared:
     failed: tuple[Path, ...]
 
 
+def folders() -> Iterator[Path]:
+    """Where to look for an entry: first the folder asked for, even if it can only be read (a cache that was
+    filled when an image was built), then, if it is another, the one that is written."""
+    asked = cache_dir.place()
+    if asked.path is not None:
+        yield asked.path
+    if asked.path is None or asked.problem:
+        yield cache_dir.cache_dir()
+
+
 def entries(folder: Path | None = None) -> list[Entry]:
     """Every compiled kernel in a cache folder (that of `cache_dir` by default), least recently used first."""
     root = cache_dir.cache_dir() if folder is None else folder

@@ -69,6 +69,7 @@ class Specialisation:
         grid: grid from the launch's argument values, or None for kernels of the user's own.
         shared_mem: bytes of dynamic shared memory the kernel itself asks for.
         cooperative: its blocks must all be resident at once.
+        overlapping: it may be launched while the kernel before ends.
         constants: its compile-time constants.
     """
 
@@ -77,6 +78,7 @@ class Specialisation:
     grid: Callable[[Sequence[Value]], Grid] | None = None
     shared_mem: int = 0
     cooperative: bool = False
+    overlapping: bool = False
     constants: Constants = field(default_factory=dict)
 
 
@@ -211,6 +213,7 @@ class KernelHandle:
                 grid_of,
                 known.shared_mem(constants),
                 known.cooperative,
+                known.overlapping,
                 constants,
             )
         return found

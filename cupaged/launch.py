@@ -188,6 +188,7 @@ class KernelLaunch:
             handle,
             self._objects,
             chosen.cooperative,
+            chosen.overlapping,
         )
 
     def _check_geometry(self, grid: Grid, block: Grid) -> None:

@@ -114,6 +114,7 @@ class FakeBackend(HandleFactory):
         stream: int,
         arguments: Mapping[int, Any],
         cooperative: bool = False,
+        overlapping: bool = False,
     ) -> None:
         self.before_read()
         parameters = kernel.source.parameters

@@ -135,9 +135,10 @@ def handle(gpu: FakeBackend, launcher: str) -> KernelHandle:
 
 
 def call(gpu: FakeBackend, launcher: str, given: dict[str, Any], /, stream: Any = 0, **changed: Any) -> None:
-    """Call a launcher by keyword, with some arguments changed or added."""
+    """Call a launcher with some arguments changed, or keyword-only ones added."""
     function: Callable[..., None] = getattr(ops, launcher)
-    function(gpu, handle(gpu, launcher), **given | changed, stream=stream)
+    positional = [changed.pop(name, value) for name, value in given.items()]
+    function(gpu, handle(gpu, launcher), *positional, stream, **changed)
 
 
 def pairs(names: set[str] | None = None) -> list[tuple[str, str]]:

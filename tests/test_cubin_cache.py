@@ -162,19 +162,19 @@ def test_a_truncated_entry_is_compiled_again_and_healed(
 
 
 @pytest.mark.parametrize("position", range(32 + len(PAYLOAD)))
-def test_a_changed_byte_is_noticed(position: int) -> None:
+def test_a_changed_byte_is_noticed(cache: Path, position: int) -> None:
     cubin_cache.write("name", PAYLOAD)
-    path = cubin_cache._path("name")
+    (path,) = entries(cache)
     damaged = bytearray(path.read_bytes())
     damaged[position] ^= 1
     path.write_bytes(damaged)
     assert cubin_cache.read("name") is None
 
 
-def test_bytes_after_the_end_are_noticed_and_a_missing_entry_is_none() -> None:
+def test_bytes_after_the_end_are_noticed_and_a_missing_entry_is_none(cache: Path) -> None:
     cubin_cache.write("name", PAYLOAD)
     assert cubin_cache.read("name") == PAYLOAD
-    path = cubin_cache._path("name")
+    (path,) = entries(cache)
     path.write_bytes(path.read_bytes() + b"\0")
     assert cubin_cache.read("name") is None
     assert cubin_cache.read("never written") is None

@@ -13,7 +13,17 @@ from cupaged.backends.cupy import CupyBackend, installation, nvrtc
 from cupaged.backends.cupy.installation import Driver
 from cupaged.errors import BackendUnavailableError
 from cupaged.source import KernelSource, kernels_dir
-from tests.surroundings import NVRTC, PROCESSES, FakeCuda, entries, environment, fake_driver, run, start
+from tests.surroundings import (
+    NVRTC,
+    PROCESSES,
+    FakeCuda,
+    entries,
+    environment,
+    fake_driver,
+    obey_permissions,
+    run,
+    start,
+)
 
 
 @pytest.fixture
@@ -51,6 +61,18 @@ nvrtc.compile_source = compile_source
     assert {out for out, _ in outputs} == {r"b'\x7fELF'" + "\n"}, outputs
     assert log.read_text() == "compiled "
     assert len(entries(tmp_path / "cache" / "cubin")) == 1
+
+
+@pytest.mark.usefixtures("real_nvrtc")
+def test_a_filled_cache_that_is_read_only_is_used(tmp_path: Path) -> None:
+    assert run(NVRTC, environment(tmp_path))[1] == ""
+    for folder in (tmp_path / "cubin", tmp_path):
+        folder.chmod(0o555)
+    uncompiled = "from cupaged.backends.cupy import nvrtc\nnvrtc.compile_source = None\n"
+    out, err = run(uncompiled + NVRTC, environment(tmp_path), obey_permissions)
+    for folder in (tmp_path, tmp_path / "cubin"):
+        folder.chmod(0o755)
+    assert (out, err) == (r"b'\x7fELF'" + "\n", "")
 
 
 @pytest.mark.usefixtures("real_nvrtc")

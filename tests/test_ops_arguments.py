@@ -116,11 +116,17 @@ def test_every_argument_reaches_the_parameter_of_its_name(gpu: FakeBackend, laun
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_positional_and_keyword_calls_are_the_same(gpu: FakeBackend, launcher: str) -> None:
     given = arguments(launcher)
-    getattr(ops, launcher)(gpu, handle(gpu, launcher), *given.values(), 5)
     call(gpu, launcher, given, stream=5)
-    one, other = gpu.launches
-    assert one.packed == other.packed
-    assert (one.grid, one.block, one.stream) == (other.grid, other.block, 5)
+    function, kernel = getattr(ops, launcher), handle(gpu, launcher)
+    function(gpu=gpu, kernel=kernel, **given, stream=5)
+    wide = {n: np.int64(v) if n in INTEGERS else v for n, v in given.items()}
+    function(gpu, kernel, **wide, stream=5)
+    one, two, three = gpu.launches
+    assert one.packed == two.packed == three.packed
+    assert (one.grid, one.block, one.stream) == (two.grid, two.block, 5)
+    for name in INTEGERS & given.keys():
+        with pytest.raises(TypeError, match=f"{name}: got '3'"):
+            function(gpu, kernel, **given | {name: "3"}, stream=5)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -11,7 +11,7 @@ import pytest
 from cupaged import ops
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.registry.ring import MAX_PLANNED_SEQS
-from tests.fake_backend import FakeBackend, own_kernel
+from tests.fake_backend import FakeBackend
 from tests.launcher_cases import LAUNCHERS, addresses, arguments, call, handle, pairs
 
 
@@ -111,8 +111,9 @@ def test_handles_of_other_kernels(gpu: FakeBackend, launcher: str, tmp_path: Pat
     given = arguments(launcher).values()
     function = getattr(ops, launcher)
     other = "bf16_absmax" if launcher != "bf16_absmax" else "bf16_absmax_rows"
-    own = own_kernel(gpu, tmp_path, ("u32",))
-    for kernel in (handle(gpu, other), own):
+    path = tmp_path / "own.cu"
+    path.write_text(f'extern "C" __global__ void {launcher}(u32 a) {{}}')
+    for kernel in (handle(gpu, other), gpu.kernel(path, launcher)):
         with pytest.raises(ArgumentValueError, match=f"kernel: got .*{kernel.entry}.* launches {launcher}$"):
             function(gpu, kernel, *given, 0)
     for nothing in (None, launcher, 3):

@@ -68,6 +68,14 @@ def test_cache_that_is_read_only(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_filled_cache_that_is_read_only_is_used(warm: Path) -> None:
+    for folder in (warm / "emulator", warm):
+        folder.chmod(0o555)
+    assert run(SAXPY, environment(warm), obey_permissions) == ("right\n", "")  # no warning: nothing compiled
+    for folder in (warm, warm / "emulator"):
+        folder.chmod(0o755)
+
+
 def test_nothing_at_all_can_be_written(tmp_path: Path) -> None:
     nowhere = """
 import tempfile

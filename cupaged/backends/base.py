@@ -55,6 +55,7 @@ class GpuBackend(Protocol):
         stream: int,
         arguments: Mapping[int, Any],
         cooperative: bool = False,
+        overlapping: bool = False,
     ) -> None:
         """Launch with packed parameters.
 
@@ -68,6 +69,7 @@ class GpuBackend(Protocol):
             arguments: parameter position -> the object given for that pointer, where it was not a bare
                 int (the emulator's check mode learns buffer sizes from them).
             cooperative: all blocks must be resident at once.
+            overlapping: the kernel waits by itself for the one before, and may be launched while that ends.
         """
 
     def pointer(self, value: Any) -> int:

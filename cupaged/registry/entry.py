@@ -80,6 +80,7 @@ class KernelEntry:
         strided: pointer parameters that may have any stride along their first axis.
         shared_mem: bytes of dynamic shared memory from the constants.
         cooperative: its blocks wait for each other, so all must be resident at once.
+        overlapping: it waits by itself for the kernel before, and may be launched while that one ends.
     """
 
     module: str
@@ -96,6 +97,7 @@ class KernelEntry:
     strided: frozenset[str] = frozenset()
     shared_mem: Callable[[Constants], int] = lambda constants: 0
     cooperative: bool = False
+    overlapping: bool = False
 
     def constants(self, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
         """Every compile-time constant of a specialisation."""

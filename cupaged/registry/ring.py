@@ -14,6 +14,10 @@ MAX_WARPS = 16
 _RESERVED_SHARED = 1024  # of every block, by the hardware
 _MAX_STAGES = 6
 
+# Clock cycles between the first requests of successive stages: about half the time in which the memory
+# delivers one stage to every multiprocessor.
+_FILL_DELAY = {"bf16": 2500, "fp8": 1500, "nvfp4": 3000}
+
 # Bytes of a (token, KV head) row as halves of head_dim: (values, scales in 16ths).
 _ROW_HALVES = {"bf16": 4, "fp8": 2, "nvfp4": 1}
 
@@ -103,7 +107,7 @@ def _derived(fmt: str, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
         "stage_tiles": shape.stage_tiles,
         "stages": shape.stages,
         "blocks_per_sm": shape.blocks_per_sm,
-        "fill_delay": 0,
+        "fill_delay": _FILL_DELAY[fmt],
     }
 
 
@@ -155,6 +159,7 @@ def _entry(fmt: str) -> KernelEntry:
         strided=frozenset({"q"}),
         shared_mem=shared_mem,
         cooperative=True,
+        overlapping=True,
     )
 
 

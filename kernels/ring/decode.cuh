@@ -80,26 +80,42 @@ struct RingDecode {
   struct Cursor {
     u32 seq;
     u32 tile;  // of all tiles
+    u32 end;   // of this sequence's part of the share
 
-    // End of the present sequence's part of the share.
-    DEVICE u32 segment_end(const RingDecode& block) const {
-      return min(block.end_tile, block.shared.tile_start[seq + 1]);
+    static DEVICE Cursor at(const RingDecode& block, u32 seq, u32 tile) {
+      Cursor cursor = {seq, tile, 0};
+      cursor.find_end(block);
+      return cursor;
     }
-    DEVICE void skip_finished(const RingDecode& block) {
+    // From the last sequence's end to the next sequence that has tiles.
+    DEVICE void find_end(const RingDecode& block) {
       if (tile >= block.end_tile) return;
       while (tile >= block.shared.tile_start[seq + 1]) seq++;
-    }
-    // To the next stage's tiles.
-    DEVICE void advance(const RingDecode& block) {
-      tile = min(tile + STAGE_TILES, segment_end(block));
-      skip_finished(block);
+      end = min(block.end_tile, block.shared.tile_start[seq + 1]);
     }
     DEVICE bool done(const RingDecode& block) const { return tile >= block.end_tile; }
+
+    DEVICE void next_sequence(const RingDecode& block) {
+      tile = end;
+      find_end(block);
+    }
+    // Over the tiles of that many stages.
+    DEVICE void skip_stages(const RingDecode& block, u32 stages) {
+      const u32 ahead = tile + stages * STAGE_TILES;
+      if (ahead < end) {
+        tile = ahead;
+        return;
+      }
+      for (; stages > 0 && !done(block); stages--) {
+        tile += STAGE_TILES;
+        if (tile >= end) next_sequence(block);
+      }
+    }
 
     DEVICE Unit unit(const RingDecode& block) const {
       TokenRange range = block.lengths.range(seq);
       const u32 first = range.begin / TILE_TOKENS - block.shared.tile_start[seq];  // may wrap: a difference
-      range.end = min(range.end, (first + segment_end(block)) * TILE_TOKENS);
+      range.end = min(range.end, (first + end) * TILE_TOKENS);
       return {seq, (first + tile) * TILE_TOKENS, range};
     }
   };
@@ -114,9 +130,6 @@ struct RingDecode {
     DEVICE u32 stage() const { return iteration % STAGES; }
     DEVICE u32 parity() const { return iteration / STAGES % 2; }
 
-    DEVICE void move(const RingDecode& block, int stages) {
-      for (int i = 0; i < stages && !fetching.done(block); i++) fetching.advance(block);
-    }
     DEVICE void look_up(const RingDecode& block) {
       if (!fetching.done(block)) order = block.ring.prepare(fetching.unit(block));
     }
@@ -127,7 +140,7 @@ struct RingDecode {
       const int s = turn % STAGES;
       block.ring.wait_empty(s, turn / STAGES % 2);
       block.ring.fill(s, order);
-      move(block, Shape::WARPS);
+      fetching.skip_stages(block, Shape::WARPS);
       look_up(block);
     }
   };
@@ -137,7 +150,7 @@ struct RingDecode {
     Progress progress = {cursor, {}, 0};
     int at = 0;
     for (int s = Shape::warp(); s < STAGES; s += Shape::WARPS) {
-      progress.move(*this, s - at);
+      progress.fetching.skip_stages(*this, s - at);
       at = s;
       if (progress.fetching.done(*this)) break;
       progress.look_up(*this);
@@ -145,14 +158,19 @@ struct RingDecode {
       if (FILL_DELAY > 0 && s > 0) ptx::delay_cycles(s * FILL_DELAY);
       ring.fill(s, progress.order);
     }
-    progress.move(*this, Shape::warp() + STAGES - at);
+    progress.fetching.skip_stages(*this, Shape::warp() + STAGES - at);
     progress.look_up(*this);
     return progress;
   }
 
-  // One stage: this warp's tiles of it.
+  // Whether every token of the unit counts.
+  static DEVICE bool is_whole(const Unit& unit) {
+    return unit.start >= unit.range.begin && unit.start + Layout::STAGE_TOKENS <= unit.range.end;
+  }
+
+  // One stage: this warp's tiles of it. Moves on to the next.
   template <bool MASKED>
-  DEVICE void step(Warp& warp, Progress& progress, const Unit& unit, bool& invalid) const {
+  DEVICE void step(Warp& warp, Progress& progress, Unit& unit, bool& invalid) const {
     const u32 s = progress.stage();
     ring.wait_full(s, progress.parity());
     invalid |= shared.ring.invalid[s] != 0;
@@ -161,6 +179,7 @@ struct RingDecode {
     warp.template fold<WARP_TILES, MASKED>(tiles, unit.range, [&] { progress.take_turn(*this); });
     ring.release(s);
     progress.iteration++;
+    unit.start += Layout::STAGE_TOKENS;
   }
 
   // Whether other blocks work on the sequence too.
@@ -180,12 +199,10 @@ struct RingDecode {
     warp.begin(query, problem.score_scale * LOG2_E);
     bool invalid = false;
     Unit unit = cursor.unit(*this);
-    for (; unit.start < unit.range.end; unit.start += Layout::STAGE_TOKENS) {
-      if (unit.start >= unit.range.begin && unit.start + Layout::STAGE_TOKENS <= unit.range.end) {
-        step<false>(warp, progress, unit, invalid);
-      } else {
-        step<true>(warp, progress, unit, invalid);
-      }
+    while (true) {
+      while (is_whole(unit)) step<false>(warp, progress, unit, invalid);
+      if (unit.start >= unit.range.end) break;
+      step<true>(warp, progress, unit, invalid);
     }
     warp.finish();
     merge_token_warps<Shape, TOKEN_WARPS, 2>(warp);
@@ -298,6 +315,10 @@ struct RingDecode {
     DYNAMIC_SHARED(u8, stages);
     __shared__ Shared shared;
     if (threadIdx.x == 0) Ring::init(shared.ring);
+    // The next kernel may become resident as this one's blocks leave; nothing is read before the kernel
+    // before has ended.
+    ptx::grid_launch_dependents();
+    ptx::grid_dependency_wait();
     if (Shape::warp() == 0) scan_tiles(problem.lengths, shared.tile_start, shared.seq_lens);
     __syncthreads();
 
@@ -314,8 +335,7 @@ struct RingDecode {
   }
 
   DEVICE void run_share() const {
-    Cursor cursor = {sequence_of_tile(shared.tile_start, lengths.num_seqs, first_tile), first_tile};
-    cursor.skip_finished(*this);
+    Cursor cursor = Cursor::at(*this, sequence_of_tile(shared.tile_start, lengths.num_seqs, first_tile), first_tile);
     // Asked for before the ring is filled, so that it arrives no later than the first stage.
     QueryRow<HEAD_DIM> query = load_query(cursor.seq);
     Progress progress = start(cursor);
@@ -323,9 +343,8 @@ struct RingDecode {
     while (true) {
       run_segment(progress, query, cursor);
       if (is_shared(cursor.seq)) to_merge.add(cursor.seq);
-      cursor.tile = cursor.segment_end(*this);
+      cursor.next_sequence(*this);
       if (cursor.done(*this)) break;
-      cursor.skip_finished(*this);
       query = load_query(cursor.seq);
     }
     merge_shared(to_merge);

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.backends.cupy import cubin_cache, installation, nvrtc
+from cupaged.backends.cupy import cubin_cache, extended_launch, installation, nvrtc
 from cupaged.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, LaunchError
 from cupaged.handle import HandleFactory
 from cupaged.pointers import DevicePtr
@@ -128,6 +128,7 @@ class CupyBackend(HandleFactory):
         stream: int,
         arguments: Mapping[int, Any],
         cooperative: bool = False,
+        overlapping: bool = False,
     ) -> None:
         """Launch through the driver; see `GpuBackend.launch_packed`."""
         runtime = self._runtime
@@ -137,7 +138,9 @@ class CupyBackend(HandleFactory):
         try:
             if shared_mem > kernel.dynamic_shared:
                 self._allow_shared(kernel, shared_mem)
-            if cooperative:
+            if overlapping and self._limits.bulk_copies:
+                extended_launch.launch(kernel.function, grid, block, shared_mem, params, stream, cooperative)
+            elif cooperative:
                 self._driver.launchCooperativeKernel(
                     kernel.function, *grid, *block, shared_mem, stream, params
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -32,22 +33,21 @@ def key(source: KernelSource, target: nvrtc.Target) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _path(name: str) -> Path:
-    return cache_dir() / "cubin" / f"{name}.bin"
+def _path(name: str, folder: Path | None = None) -> Path:
+    return (folder or cache_dir()) / "cubin" / f"{name}.bin"
 
 
 def read(name: str) -> bytes | None:
     """The code stored under a key, or None where there is none or it is damaged."""
-    path = _path(name)
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    if hashlib.sha256(code).digest() != digest:
-        return None
-    cache.touch(path)
-    return code
+    for folder in cache.folders():
+        path = _path(name, folder)
+        with contextlib.suppress(OSError):
+            content = path.read_bytes()
+            digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+            if hashlib.sha256(code).digest() == digest:
+                cache.touch(path)
+                return code
+    return None
 
 
 def write(name: str, code: bytes) -> None:

@@ -139,6 +139,7 @@ class EmulatorBackend(HandleFactory):
         stream: int,  # noqa: ARG002
         arguments: Mapping[int, Any],
         cooperative: bool = False,
+        overlapping: bool = False,
     ) -> None:
         """Run a launch to its end; see `GpuBackend.launch_packed`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import platform
@@ -20,6 +21,7 @@ from cupaged.source import KernelSource
 _ROOM = Path(__file__).resolve().parent
 INCLUDE = _ROOM / "include"
 _RUNTIME = _ROOM / "runtime"
+_CACHE_ROOM = "emulator"
 
 # No contraction: a * b + c must round twice, as it is written. Hidden symbols: static variables of inline
 # functions would otherwise be shared between kernels that have some of the same name.
@@ -37,7 +39,7 @@ CHECK_DEFINE = "CUPAGED_EMULATOR_CHECK"
 # The sanitizers' instrumentation, without their libraries: the runtime has the functions that it calls.
 _CHECKED_KERNEL_FLAGS = (
     "-O1",
-    "-g",
+    "-gdwarf-4",  # addr2line of binutils 2.40 and before errs about files in version 5
     *_COMMON_FLAGS,
     "-DCUPAGED_EMULATOR=1",
     f"-D{CHECK_DEFINE}=1",
@@ -124,7 +126,8 @@ def load_or_rebuild(build: Callable[[], Path], load: Callable[[Path], _Loaded]) 
             return load(path)
         except BackendUnavailableError:
             if path is not None:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it cannot be removed from a read-only cache
+                    path.unlink(missing_ok=True)
     return load(build())
 
 
@@ -156,20 +159,22 @@ def _cached(name: str, compile_to: Callable[[Path], None]) -> Path:
 
     One thread of one process compiles it; the others wait. A damaged file is made again.
     """
-    folder = cache_dir() / "emulator"
-    final = folder / name
+    for folder in cache.folders():
+        found = folder / _CACHE_ROOM / name
+        if cache.is_intact(found):
+            cache.touch(found)
+            return found
+    final = cache_dir() / _CACHE_ROOM / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not cache.is_intact(final):
-            with cache.one_at_a_time(final):
-                if not cache.is_intact(final):
-                    _make(final, compile_to)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with cache.one_at_a_time(final):
+            if not cache.is_intact(final):
+                _make(final, compile_to)
     except OSError as error:
         raise BackendUnavailableError(
-            f"cannot keep compiled kernels in {folder} ({error.strerror or error}); make room there, or name "
-            f"another folder: export {DIR_VARIABLE}=/some/folder"
+            f"cannot keep compiled kernels in {final.parent} ({error.strerror or error}); make room there, "
+            f"or name another folder: export {DIR_VARIABLE}=/some/folder"
         ) from error
-    cache.touch(final)
     return final
 
 

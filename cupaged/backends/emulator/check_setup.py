@@ -70,9 +70,7 @@ def setup_of(
     return _Setup(buffers, len(ranges), pointers[0], packed_bytes, params, 8 * count)
 
 
-def _extent(
-    parameter: Parameter, address: int, given: Any, memory: DeviceMemory
-) -> tuple[int, int] | None:
+def _extent(parameter: Parameter, address: int, given: Any, memory: DeviceMemory) -> tuple[int, int] | None:
     """Address and bytes; None where there is nothing to reach."""
     if isinstance(given, np.ndarray):
         return _array_extent(given)

@@ -97,7 +97,7 @@ class Report(ctypes.Structure):
             f", {name} {index}" for name, index in (("block", block), ("thread", thread)) if index is not None
         )
         if self.place:
-            place += f", {describe_place(library, self.place)}"
+            place += f", at {describe_place(library, self.place)}"
         return _FAULTS[self.kind](f"{kernel}{place}: {text}", kernel=kernel, block=block, thread=thread)
 
 

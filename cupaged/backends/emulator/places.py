@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 _INCLUDE = Path(__file__).resolve().parent / "include"
+_GENERATED = "library.cpp"
 _MAX_CALLERS = 4
 
 
@@ -22,16 +23,15 @@ def describe_place(library: Path, offset: int) -> str:
     """
     lines = _source_lines(library, offset)
     if not lines:
-        return f"at {library.name}+{offset:#x} (install addr2line for file and line)"
+        return f"{library.name}+{offset:#x} (install addr2line for file and line)"
     if len(lines) == 1:
-        return f"at {lines[0]}"
-    shown = ", ".join(lines[1 : _MAX_CALLERS + 1])
-    return f"at {lines[0]} (called from {shown})"
+        return lines[0]
+    return f"{lines[0]} (called from {', '.join(lines[1 : _MAX_CALLERS + 1])})"
 
 
 @functools.lru_cache(maxsize=64)
 def _source_lines(library: Path, offset: int) -> tuple[str, ...]:
-    """Innermost first; the emulator's own headers left out."""
+    """Innermost first; the emulator's own headers and the generated file around the kernel left out."""
     tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
     if tool is None:
         return ()
@@ -42,6 +42,7 @@ def _source_lines(library: Path, offset: int) -> tuple[str, ...]:
     for found in done.stdout.splitlines():
         name, _, line = found.split(" ")[0].rpartition(":")
         path = Path(name)
-        if line.isdigit() and line != "0" and not path.is_relative_to(_INCLUDE):
+        own = path.is_relative_to(_INCLUDE) or path.name == _GENERATED
+        if line.isdigit() and line != "0" and not own:
             lines.append(f"{path.name}:{line}")
     return tuple(lines)

@@ -147,6 +147,8 @@ void Block::start(uint3 index) {
   for (Fiber& fiber : fibers) {
     fiber.started = false;
     fiber.spin_name = nullptr;
+    fiber.polled = nullptr;
+    fiber.unyielded = 0;
     fiber.copies.clear();
   }
   for (Warp& warp : warps) {
@@ -212,10 +214,32 @@ void maybe_step_back(Fiber& self) {
   suspend(self);
 }
 
+namespace {
+
+constexpr unsigned MOST_UNYIELDED = 16;
+
+// A thread gives way where it looks at the same thing again, and has to. At its first look, or when it has
+// changed something, it goes on: thus what needs no waiting, and should, is seen not to wait.
+bool goes_on(Fiber& self, const void* address, bool progress) {
+  const bool looks_again = !progress && (address == nullptr || address == self.polled);
+  if (!progress) self.polled = address;
+  Worker& worker = *self.home->worker;
+  if (looks_again || self.unyielded == MOST_UNYIELDED ||
+      (worker.schedule == Schedule::random && worker.coin())) {
+    self.unyielded = 0;
+    return false;
+  }
+  self.unyielded++;
+  return true;
+}
+
+}  // namespace
+
 void yield(const char* what, const void* address, bool progress) {
   Fiber& self = running();
   Block& block = *self.home;
   block.worker->progress += progress;
+  if (goes_on(self, address, progress)) return;
   self.spin_name = what;
   self.spin_address = address;
   self.warp->yielded |= self.bit();

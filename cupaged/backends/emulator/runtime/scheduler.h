@@ -42,6 +42,9 @@ struct Fiber : ThreadView {
   // What a yielding thread spins on, for reports.
   const char* spin_name = nullptr;
   const void* spin_address = nullptr;
+  // What it looked at last without waiting, and how often in a row it went on where others might have run.
+  const void* polled = nullptr;
+  unsigned unyielded = 0;
   ThreadCopies copies;
 #ifdef CUPAGED_EMULATOR_CHECK
   check::ThreadState check;

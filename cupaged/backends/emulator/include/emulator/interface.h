@@ -87,7 +87,7 @@ CUPAGED_EMULATOR_API void bulk_copy(void* shared, const void* global, uint32_t b
 
 // ---- scheduling
 
-// Let other threads run first. `what` and `address` name the instruction in reports. `progress`: memory
+// Let other threads run, now or at the next such call. `what` and `address` name the instruction in reports. `progress`: memory
 // was changed; launches in which nothing but such calls without progress happens are stopped.
 CUPAGED_EMULATOR_API void yield(const char* what, const void* address, bool progress);
 CUPAGED_EMULATOR_API uint64_t clock_ticks();

@@ -44,24 +44,24 @@ Described describe(const Block& block, const Stamp& stamp) {
   const Block& block = *running().home;
   const Described by = describe(block, other.stamp);
   const bool is_courier = visit.stamp.owner != visit.self.owner;
-  std::string mine = is_courier ? "an asynchronous copy's " : "";
-  mine += name_of(visit.access);
+  std::string mine = name_of(visit.access);
+  if (is_courier) mine += " by an asynchronous copy";
   const std::string where = session.name_of(block, address);
   if (by.is_copy && writes(other.access))
     check_fault(FaultKind::async_copy, site, other.stamp.site,
-                "%s of %zu bytes of %s, into which an asynchronous copy issued by %s at @other@ has not "
-                "been waited for",
-                mine.c_str(), bytes, where.c_str(), by.text.c_str());
+                "%zu-byte %s of %s, into which an asynchronous copy issued by %s at @other@ has not been "
+                "waited for",
+                bytes, mine.c_str(), where.c_str(), by.text.c_str());
   check_fault(FaultKind::data_race, site, other.stamp.site,
-              "data race: nothing orders this %s of %zu bytes of %s after the %s%s by %s at @other@",
-              mine.c_str(), bytes, where.c_str(), by.is_copy ? "asynchronous copy's " : "",
+              "data race: nothing orders this %zu-byte %s of %s after the %s%s by %s at @other@", bytes,
+              mine.c_str(), where.c_str(), by.is_copy ? "asynchronous copy's " : "",
               name_of(other.access), by.text.c_str());
 }
 
 [[noreturn]] void report_outside(uintptr_t address, size_t bytes, Access access, const void* site) {
   const std::string nearest = session.nearest_to(*running().home, address, bytes);
-  check_fault(FaultKind::out_of_bounds, site, 0, "%s of %zu bytes outside every buffer of the launch: %s",
-              name_of(access), bytes, nearest.c_str());
+  check_fault(FaultKind::out_of_bounds, site, 0, "%zu-byte %s outside every buffer of the launch: %s", bytes,
+              name_of(access), nearest.c_str());
 }
 
 // Memory that lies in one piece from `first` on.
@@ -95,8 +95,8 @@ void visit_granules(const Target& target, uintptr_t address, size_t bytes, const
     const Finding finding = visit_granule(*granule, *target.space, visit, mask, &other);
     if (__builtin_expect(finding != Finding::nothing, 0)) {
       if (finding == Finding::race) report_race(address, bytes, visit, other, site);
-      check_fault(FaultKind::uninitialised_shared, site, 0, "%s of %zu bytes of %s, which nothing wrote",
-                  name_of(visit.access), bytes, session.name_of(*running().home, at).c_str());
+      check_fault(FaultKind::uninitialised_shared, site, 0, "%zu-byte %s of %s, which nothing wrote", bytes,
+                  name_of(visit.access), session.name_of(*running().home, at).c_str());
     }
     at = next;
   }
@@ -116,8 +116,8 @@ void check_visit(Block& block, uintptr_t address, size_t bytes, const Visit& vis
     report_outside(address, bytes, visit.access, site);
   }
   if (target.granules == nullptr && writes(visit.access))
-    check_fault(FaultKind::out_of_bounds, site, 0, "%s of %zu bytes of %s, which is a pointer to const",
-                name_of(visit.access), bytes, session.name_of(block, address).c_str());
+    check_fault(FaultKind::out_of_bounds, site, 0, "%zu-byte %s of %s, which is a pointer to const", bytes,
+                name_of(visit.access), session.name_of(block, address).c_str());
   const size_t here = address + bytes <= target.end ? bytes : target.end - address;
   if (target.granules != nullptr) {
     visit_granules(target, address, here, visit, site);
