@@ -1,13 +1,13 @@
 // Decode over an FP8 (E4M3) cache, blocks cache_stride elements apart, by a persistent grid that plans on the device: see kernels/ring.
 // Compile-time constants: SPEC_HEAD_DIM, SPEC_GQA_RATIO, SPEC_NUM_KV_HEADS, SPEC_BLOCK_SIZE, and the
 // block's shape SPEC_STAGE_TILES, SPEC_STAGES, SPEC_TOKEN_WARPS, SPEC_BLOCKS_PER_SM,
-// SPEC_FILL_DELAY.
+// SPEC_FILL_DELAY, SPEC_SEQUENCE_COST.
 #include "attention/format_fp8.cuh"
 #include "ring/decode.cuh"
 
 using Format = Fp8Format<SPEC_HEAD_DIM>;
 using Kernel = RingDecode<Format, SPEC_HEAD_DIM, SPEC_NUM_KV_HEADS, SPEC_GQA_RATIO, SPEC_BLOCK_SIZE,
-                          SPEC_STAGE_TILES, SPEC_STAGES, SPEC_TOKEN_WARPS, false, SPEC_FILL_DELAY>;
+                          SPEC_STAGE_TILES, SPEC_STAGES, SPEC_TOKEN_WARPS, false, SPEC_FILL_DELAY, SPEC_SEQUENCE_COST>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, SPEC_BLOCKS_PER_SM)
     paged_decode_attn_planned_fp8(const bf16_bits* q, const u8* k_cache, const u8* v_cache, bf16_bits* output,

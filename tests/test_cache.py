@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cupaged import cache, cache_dir
+from cupaged.backends.cupy import cubin_cache
 
 
 def _entry(folder: Path, name: str, num_bytes: int, age_s: float) -> Path:
@@ -86,6 +87,20 @@ def test_cap_never_removes_what_was_just_written_or_found(tmp_path: Path) -> Non
     cache.trim(written)
     assert fresh.exists()
     assert written.exists()
+
+
+def test_machine_code_keeps_the_cap_and_is_noted_when_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPAGED_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUPAGED_CACHE_MAX_BYTES", "0")
+    other = _entry(tmp_path, "cubin/other.bin", 100, 3000)
+    cubin_cache.write("new", b"code")
+    [new] = cache.entries(tmp_path)
+    assert not other.exists()
+    os.utime(new.path, (0, 0))
+    assert cubin_cache.read("new") == b"code"
+    assert new.path.stat().st_mtime > 0
 
 
 def test_cap_of_many_writers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

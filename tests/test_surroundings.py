@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import time
 from pathlib import Path
@@ -87,9 +88,21 @@ tempfile._get_default_tempdir = no
     assert "export CUPAGED_CACHE_DIR=/some/folder" in err
 
 
-def test_a_cap_of_nothing_still_works(tmp_path: Path) -> None:
-    env = environment(tmp_path, CUPAGED_CACHE_MAX_BYTES="0")
-    assert run(SAXPY, env) == ("right\n", "")
+def test_the_emulator_keeps_the_cap(tmp_path: Path) -> None:
+    other = tmp_path / "emulator" / "other.so"
+    other.parent.mkdir()
+    other.write_bytes(b"long unused")
+    os.utime(other, (0, 0))
+    assert run(SAXPY, environment(tmp_path, CUPAGED_CACHE_MAX_BYTES="0")) == ("right\n", "")
+    assert not other.exists()
+    assert len(entries(tmp_path)) == 2  # the runtime and the kernel, just written
+
+
+def test_the_emulator_notes_what_it_uses(warm: Path) -> None:
+    for path in entries(warm):
+        os.utime(path, (0, 0))
+    assert run(SAXPY, environment(warm)) == ("right\n", "")
+    assert all(path.stat().st_mtime > 0 for path in entries(warm))
 
 
 # ---- damaged and stale entries

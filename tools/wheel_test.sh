@@ -1,6 +1,6 @@
 #!/bin/sh
 # wheel_test.sh PYTHON: builds the wheel, installs it alone into a fresh environment, and decodes with it on
-# the emulator from a folder outside the tree.
+# the emulator from a folder outside the tree; the doctor must find it well.
 set -eu
 python=$1
 work=$(mktemp -d)
@@ -11,3 +11,4 @@ trap 'rm -rf "$work"' EXIT
 cp examples/minimal.py "$work/minimal.py"
 cd "$work"
 "$work/venv/bin/python" minimal.py
+"$work/venv/bin/python" -m cupaged doctor

@@ -137,7 +137,7 @@ def _nvrtc() -> Fact:
     try:
         return Fact(f"{nvrtc.version_text()}, up to compute capability {_capability(_archs()[-1])}")
     except BackendUnavailableError as error:
-        return Fact("", str(error))
+        return Fact("", str(error) if installation.wheels() else "not available without CuPy")
 
 
 @functools.cache

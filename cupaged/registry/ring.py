@@ -18,6 +18,9 @@ _MAX_STAGES = 6
 # delivers one stage to every multiprocessor.
 _FILL_DELAY = {"bf16": 2500, "fp8": 1500, "nvfp4": 3000}
 
+# What beginning a sequence costs a block, in tiles.
+_SEQUENCE_COST = {"bf16": 1, "fp8": 1, "nvfp4": 4}
+
 # Bytes of a (token, KV head) row as halves of head_dim: (values, scales in 16ths).
 _ROW_HALVES = {"bf16": 4, "fp8": 2, "nvfp4": 1}
 
@@ -108,6 +111,7 @@ def _derived(fmt: str, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
         "stages": shape.stages,
         "blocks_per_sm": shape.blocks_per_sm,
         "fill_delay": _FILL_DELAY[fmt],
+        "sequence_cost": _SEQUENCE_COST[fmt],
     }
 
 

@@ -51,7 +51,8 @@ struct RingProblem {
 };
 
 template <class Format, int HEAD_DIM, int NUM_KV_HEADS, int GQA_RATIO, int BLOCK_SIZE, int STAGE_TILES,
-          int STAGES, int TOKEN_WARPS, bool JOINED, int FILL_DELAY>
+          int STAGES, int TOKEN_WARPS, bool JOINED, int FILL_DELAY,
+          int SEQUENCE_COST>
 struct RingDecode {
   using Shape = RingShape<NUM_KV_HEADS, GQA_RATIO, TOKEN_WARPS>;
   using Layout = StageLayout<Format, NUM_KV_HEADS, BLOCK_SIZE, STAGE_TILES, JOINED>;
@@ -64,7 +65,7 @@ struct RingDecode {
 
   struct Shared {
     typename Ring::Shared ring;
-    u32 tile_start[MAX_PLANNED_SEQS + 1];
+    u32 starts[MAX_PLANNED_SEQS + 1];
     i32 seq_lens[MAX_PLANNED_SEQS];  // a copy: it is looked up all the time
   };
 
@@ -74,49 +75,52 @@ struct RingDecode {
   Ring ring;
   Lengths lengths;
   Shares shares;
-  u32 first_tile, end_tile;  // this block's share
+  u32 begin, end;  // this block's share, in the plan's positions
 
   // Where a block is in its share.
   struct Cursor {
     u32 seq;
-    u32 tile;  // of all tiles
-    u32 end;   // of this sequence's part of the share
+    u32 at;   // position of the next tile
+    u32 end;  // of this sequence's part of the share
 
-    static DEVICE Cursor at(const RingDecode& block, u32 seq, u32 tile) {
-      Cursor cursor = {seq, tile, 0};
-      cursor.find_end(block);
+    static DEVICE Cursor first(const RingDecode& block) {
+      Cursor cursor = {sequence_at(block.shared.starts, block.lengths.num_seqs, block.begin), block.begin, 0};
+      cursor.enter_sequence(block);
       return cursor;
     }
-    // From the last sequence's end to the next sequence that has tiles.
-    DEVICE void find_end(const RingDecode& block) {
-      if (tile >= block.end_tile) return;
-      while (tile >= block.shared.tile_start[seq + 1]) seq++;
-      end = min(block.end_tile, block.shared.tile_start[seq + 1]);
+    // From any position to the tile there, or the next that there is in the share.
+    DEVICE void enter_sequence(const RingDecode& block) {
+      if (at >= block.end) return;
+      const u32* starts = block.shared.starts;
+      while (at >= starts[seq + 1]) seq++;
+      at = max(at, starts[seq] + SEQUENCE_COST);
+      end = min(block.end, starts[seq + 1]);
     }
-    DEVICE bool done(const RingDecode& block) const { return tile >= block.end_tile; }
+    DEVICE bool done(const RingDecode& block) const { return at >= block.end; }
 
     DEVICE void next_sequence(const RingDecode& block) {
-      tile = end;
-      find_end(block);
+      at = end;
+      enter_sequence(block);
     }
     // Over the tiles of that many stages.
     DEVICE void skip_stages(const RingDecode& block, u32 stages) {
-      const u32 ahead = tile + stages * STAGE_TILES;
+      const u32 ahead = at + stages * STAGE_TILES;
       if (ahead < end) {
-        tile = ahead;
+        at = ahead;
         return;
       }
       for (; stages > 0 && !done(block); stages--) {
-        tile += STAGE_TILES;
-        if (tile >= end) next_sequence(block);
+        at += STAGE_TILES;
+        if (at >= end) next_sequence(block);
       }
     }
 
     DEVICE Unit unit(const RingDecode& block) const {
       TokenRange range = block.lengths.range(seq);
-      const u32 first = range.begin / TILE_TOKENS - block.shared.tile_start[seq];  // may wrap: a difference
-      range.end = min(range.end, (first + end) * TILE_TOKENS);
-      return {seq, (first + tile) * TILE_TOKENS, range};
+      // From positions to tiles of the sequence; may wrap: it is a difference.
+      const u32 shift = range.begin / TILE_TOKENS - (block.shared.starts[seq] + SEQUENCE_COST);
+      range.end = min(range.end, (shift + end) * TILE_TOKENS);
+      return {seq, (shift + at) * TILE_TOKENS, range};
     }
   };
 
@@ -184,7 +188,7 @@ struct RingDecode {
 
   // Whether other blocks work on the sequence too.
   DEVICE bool is_shared(u32 seq) const {
-    return shared.tile_start[seq] < first_tile || shared.tile_start[seq + 1] > end_tile;
+    return shared.starts[seq] + SEQUENCE_COST < begin || shared.starts[seq + 1] > end;
   }
 
   DEVICE QueryRow<HEAD_DIM> load_query(u32 seq) const {
@@ -213,7 +217,7 @@ struct RingDecode {
       if (whole) {
         store_result(warp, seq);
       } else {
-        store_part(warp, Sharers::slot(blockIdx.x, shared.tile_start[seq] > first_tile));
+        store_part(warp, Sharers::slot(blockIdx.x, shared.starts[seq] > begin));
       }
     }
     if (!whole) MergeCounters::of(problem.counters, seq).arrive();
@@ -257,8 +261,8 @@ struct RingDecode {
     Sharers sharers[2];
     UNROLL for (int i = 0; i < 2; i++) {
       if (i < sequences.count)
-        sharers[i] = Sharers::of(shares, shared.tile_start[sequences.seq[i]],
-                                 shared.tile_start[sequences.seq[i] + 1]);
+        sharers[i] = Sharers::of(shares, shared.starts[sequences.seq[i]], shared.starts[sequences.seq[i] + 1],
+                                 SEQUENCE_COST);
     }
     // One thread waits for each; they spin, so the launch is co-operative.
     UNROLL for (int i = 0; i < 2; i++) {
@@ -296,7 +300,7 @@ struct RingDecode {
          base += step) {
       const u32 mine = base + lane;
       const bool none = mine < lengths.num_seqs &&
-                        shared.tile_start[mine] == shared.tile_start[mine + 1];
+                        shared.starts[mine] == shared.starts[mine + 1];
       u32 found = __ballot_sync(FULL_WARP, none);
       while (found != 0) {
         const u32 seq = base + __ffs(static_cast<int>(found)) - 1;
@@ -319,23 +323,24 @@ struct RingDecode {
     // before has ended.
     ptx::grid_launch_dependents();
     ptx::grid_dependency_wait();
-    if (Shape::warp() == 0) scan_tiles(problem.lengths, shared.tile_start, shared.seq_lens);
+    if (Shape::warp() == 0) scan_sequences(problem.lengths, SEQUENCE_COST, shared.starts, shared.seq_lens);
     __syncthreads();
 
     Lengths lengths = problem.lengths;
     lengths.seq_lens = shared.seq_lens;
     const u32 num_seqs = lengths.num_seqs;
     RingDecode block = {problem, shared, stages, {shared.ring, stages, problem.pools}, lengths,
-                        Shares::among(shared.tile_start[num_seqs], gridDim.x), 0, 0};
+                        Shares::among(shared.starts[num_seqs], gridDim.x), 0, 0};
     block.store_unattended();
     if (blockIdx.x >= block.shares.blocks) return;
-    block.first_tile = block.shares.first_tile(blockIdx.x);
-    block.end_tile = block.shares.first_tile(blockIdx.x + 1);
+    block.begin = block.shares.begin(blockIdx.x);
+    block.end = block.shares.begin(blockIdx.x + 1);
     block.run_share();
   }
 
   DEVICE void run_share() const {
-    Cursor cursor = Cursor::at(*this, sequence_of_tile(shared.tile_start, lengths.num_seqs, first_tile), first_tile);
+    Cursor cursor = Cursor::first(*this);
+    if (cursor.done(*this)) return;
     // Asked for before the ring is filled, so that it arrives no later than the first stage.
     QueryRow<HEAD_DIM> query = load_query(cursor.seq);
     Progress progress = start(cursor);

@@ -76,6 +76,8 @@ struct PartMerge {
   static constexpr int ITEMS = NUM_Q_HEADS * CHUNKS;
   static constexpr int ROWS_AT_ONCE = ROW_LANES * ITEM_WARPS;
   static constexpr int BATCH = 5;  // parts a lane reads at once
+  // Items whose parts a warp has in flight together.
+  static constexpr int AT_ONCE = ITEM_WARPS == 1 ? 2 : 1;
   static constexpr u32 ONE_BATCH = BATCH * ROWS_AT_ONCE;  // parts read at once for an item
   using Layout = PartLayout<NUM_Q_HEADS, HEAD_DIM>;
 
@@ -117,28 +119,47 @@ struct PartMerge {
     const int lane = static_cast<int>(threadIdx.x % 32), column = lane % COLUMN_LANES;
     const int item_warp = team.warp % ITEM_WARPS;
     const u32 first = index * ITEMS / sharers.count, end = (index + 1) * ITEMS / sharers.count;
-    for (u32 base = first; base < end; base += team.warps / ITEM_WARPS) {
-      const u32 item = base + team.warp / ITEM_WARPS;
-      const int head = static_cast<int>(item / CHUNKS);
-      const int dim = static_cast<int>(item % CHUNKS) * DIMS + 4 * column;
-      const bool exists = item < end && dim < HEAD_DIM;
-      PartSum sum = PartSum::empty();
-      if (exists) sum = gather(parts, sharers, lane / COLUMN_LANES + ROW_LANES * item_warp, head, dim);
-      UNROLL for (int distance = COLUMN_LANES; distance < 32; distance *= 2) sum.merge_lane(distance);
-      if constexpr (ITEM_WARPS > 1) {
-        if (lane < COLUMN_LANES) shared->o[team.warp][column] = sum.o;
-        if (lane == 0) shared->state[team.warp] = make_float2(sum.state.reference, sum.state.sum);
-        __syncthreads();
-        if (item_warp == 0 && lane < COLUMN_LANES) sum = combine(*shared, team.warp, column);
-        __syncthreads();
+    const u32 stride = team.warps / ITEM_WARPS;
+    for (u32 base = first + team.warp / ITEM_WARPS; base < end || ITEM_WARPS > 1; base += AT_ONCE * stride) {
+      if (ITEM_WARPS > 1 && base - team.warp / ITEM_WARPS >= end) break;
+      PartSum sum[AT_ONCE];
+      UNROLL for (int i = 0; i < AT_ONCE; i++) {
+        const Item item = item_at(base + i * stride, end, column);
+        sum[i] = PartSum::empty();
+        if (item.exists)
+          sum[i] = gather(parts, sharers, lane / COLUMN_LANES + ROW_LANES * item_warp, item.head, item.dim);
       }
-      if (exists && item_warp == 0 && lane < COLUMN_LANES) {
-        const u64 row = static_cast<u64>(seq) * NUM_Q_HEADS + head;
-        store_bf16x4(results.output + row * HEAD_DIM + dim, sum.o,
-                     sum.state.normalizer() * results.value_factor);
-        if (dim == 0) results.store_lse(row, sum.state);
+      UNROLL for (int i = 0; i < AT_ONCE; i++) {
+        const Item item = item_at(base + i * stride, end, column);
+        UNROLL for (int distance = COLUMN_LANES; distance < 32; distance *= 2) sum[i].merge_lane(distance);
+        if constexpr (ITEM_WARPS > 1) {
+          if (lane < COLUMN_LANES) shared->o[team.warp][column] = sum[i].o;
+          if (lane == 0) shared->state[team.warp] = make_float2(sum[i].state.reference, sum[i].state.sum);
+          __syncthreads();
+          if (item_warp == 0 && lane < COLUMN_LANES) sum[i] = combine(*shared, team.warp, column);
+          __syncthreads();
+        }
+        if (item.exists && item_warp == 0 && lane < COLUMN_LANES) store(sum[i], item, seq, results);
       }
     }
+  }
+
+  struct Item {
+    int head;
+    int dim;
+    bool exists;
+  };
+
+  static DEVICE Item item_at(u32 item, u32 end, int column) {
+    const int dim = static_cast<int>(item % CHUNKS) * DIMS + 4 * column;
+    return {static_cast<int>(item / CHUNKS), dim, item < end && dim < HEAD_DIM};
+  }
+
+  static DEVICE void store(const PartSum& sum, const Item& item, u32 seq, const Results& results) {
+    const u64 row = static_cast<u64>(seq) * NUM_Q_HEADS + item.head;
+    store_bf16x4(results.output + row * HEAD_DIM + item.dim, sum.o,
+                 sum.state.normalizer() * results.value_factor);
+    if (item.dim == 0) results.store_lse(row, sum.state);
   }
 
   // The sums of ITEM_WARPS warps from `first` on; their reads and exponentials are independent.

@@ -4,6 +4,11 @@
 // contiguous shares. A block thus meets whole sequences, and at most two that it shares with others: the one
 // it begins with and the one it ends with. Within its share a block takes as many tiles of one sequence at a
 // time as a stage holds.
+//
+// Beginning a sequence takes a block some time, worth `sequence_cost` tiles. So that shares take equally long,
+// each sequence is counted with that many tiles more: it owns positions [start, start + cost + tiles), and its
+// first tile stands at start + cost. A share that begins among the first `cost` positions begins with the first
+// tile; one that ends there has nothing of the sequence.
 #pragma once
 #include "attention/fragments.cuh"
 #include "attention/lengths.cuh"
@@ -13,8 +18,9 @@ DEVICE u32 tiles_of(TokenRange range) {
   return (range.end + TILE_TOKENS - 1) / TILE_TOKENS - range.begin / TILE_TOKENS;
 }
 
-// tile_start[i] = tiles of sequences before i, for i = 0 .. num_seqs, and a copy of seq_lens; by one warp.
-DEVICE void scan_tiles(const Lengths& lengths, u32* tile_start, i32* seq_lens) {
+// starts[i] = position where sequence i begins, for i = 0 .. num_seqs, and a copy of seq_lens; by one warp.
+// A sequence without tiles has no positions.
+DEVICE void scan_sequences(const Lengths& lengths, u32 sequence_cost, u32* starts, i32* seq_lens) {
   const u32 lane = threadIdx.x % WARP_SIZE;
   u32 before = 0;
   for (u32 first = 0; first < lengths.num_seqs; first += WARP_SIZE) {
@@ -23,38 +29,43 @@ DEVICE void scan_tiles(const Lengths& lengths, u32* tile_start, i32* seq_lens) {
     if (seq < lengths.num_seqs) {
       const i32 length = lengths.seq_lens[seq];
       seq_lens[seq] = length;
-      sum = tiles_of(lengths.range_of(length));
+      const u32 tiles = tiles_of(lengths.range_of(length));
+      sum = tiles == 0u ? 0u : tiles + sequence_cost;
     }
     UNROLL for (u32 distance = 1; distance < WARP_SIZE; distance *= 2) {
       const u32 left = __shfl_up_sync(FULL_WARP, sum, distance);
       if (lane >= distance) sum += left;
     }
-    if (seq < lengths.num_seqs) tile_start[seq + 1] = before + sum;
+    if (seq < lengths.num_seqs) starts[seq + 1] = before + sum;
     before += __shfl_sync(FULL_WARP, sum, WARP_SIZE - 1);
   }
-  if (lane == 0) tile_start[0] = 0;
+  if (lane == 0) starts[0] = 0;
 }
 
-// Equal shares: block i owns tiles [first_tile(i), first_tile(i + 1)).
+// Equal shares: block i owns positions [begin(i), begin(i + 1)), begin(i) = floor(i * total / blocks).
 struct Shares {
-  u32 total;   // tiles
+  u32 total;   // positions
   u32 blocks;  // that have any
+  u32 quotient, remainder;
 
-  static DEVICE Shares among(u32 total, u32 grid) { return {total, min(total, grid)}; }
-  DEVICE u32 first_tile(u32 block) const {
-    return static_cast<u32>(static_cast<u64>(block) * total / blocks);
+  static DEVICE Shares among(u32 total, u32 grid) {
+    const u32 blocks = min(total, grid), divisor = max(blocks, 1u);
+    return {total, blocks, total / divisor, total % divisor};
   }
-  DEVICE u32 block_of(u32 tile) const {
-    return static_cast<u32>((static_cast<u64>(tile + 1u) * blocks - 1u) / total);
+  // In 32 bits: a grid has at most 2^16 blocks.
+  DEVICE u32 begin(u32 block) const { return block * quotient + block * remainder / blocks; }
+  DEVICE u32 block_of(u32 position) const {
+    if (position < 0xffffffffu / blocks) return ((position + 1u) * blocks - 1u) / total;
+    return static_cast<u32>((static_cast<u64>(position + 1u) * blocks - 1u) / total);
   }
 };
 
-// The sequence that owns a tile.
-DEVICE u32 sequence_of_tile(const u32* tile_start, u32 num_seqs, u32 tile) {
+// The sequence that owns a position.
+DEVICE u32 sequence_at(const u32* starts, u32 num_seqs, u32 position) {
   u32 low = 0, high = num_seqs;
   while (high - low > 1) {
     const u32 middle = (low + high) / 2;
-    if (tile_start[middle] <= tile) {
+    if (starts[middle] <= position) {
       low = middle;
     } else {
       high = middle;
@@ -73,9 +84,10 @@ struct Sharers {
   // begins inside its share.
   static DEVICE u32 slot(u32 block, bool begins_inside) { return 2 * block + begins_inside; }
 
-  static DEVICE Sharers of(const Shares& shares, u32 first_tile, u32 end_tile) {
-    const u32 first = shares.block_of(first_tile), last = shares.block_of(end_tile - 1);
-    return {first, last - first + 1, slot(first, first_tile > shares.first_tile(first))};
+  // Of the sequence that begins at `start` and ends before `end`.
+  static DEVICE Sharers of(const Shares& shares, u32 start, u32 end, u32 sequence_cost) {
+    const u32 first = shares.block_of(start + sequence_cost), last = shares.block_of(end - 1);
+    return {first, last - first + 1, slot(first, start > shares.begin(first))};
   }
   DEVICE u32 slot_of(u32 index) const { return index == 0 ? first_slot : 2 * (first + index); }
 };

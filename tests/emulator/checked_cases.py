@@ -175,31 +175,40 @@ def shift_blocks(gpu: EmulatorBackend, fault: int) -> None:
         cells.reverse()
 
 
-# Launches that each makes.
-TWINS: tuple[tuple[Case, int], ...] = (
-    (rotate, 1),
-    (swap_neighbours, 1),
-    (meet_in_parts, 1),
-    (read_written, 1),
-    (pack_bytes, 1),
-    (publish, 1),
-    (add_up, 1),
-    (store, 1),
-    (read_table, 1),
-    (copy, 1),
-    (index_shared, 1),
-    (load_vector, 1),
-    (divide, 1),
-    (copy_struct, 1),
-    (load_fragments, 1),
-    (stream, 1),
-    (bulk_stream, 1),
-    (own_cells, 1),
-    (last_block_sums, 1),
-    (last_block_by_fences, 1),
-    (read_neighbour, 2),
-    (hand_over, 1),
-    (release_acquire, 1),
-    (locked_sum, 1),
-    (shift_blocks, 2),
-)
+# Correct twins, and the launches that each makes.
+TWINS: dict[Case, int] = {
+    **dict.fromkeys(
+        [
+            rotate, swap_neighbours, meet_in_parts, read_written, pack_bytes, publish, add_up,
+            store, read_table, copy, index_shared, load_vector, divide, copy_struct,
+            load_fragments, stream, bulk_stream,
+            own_cells, last_block_sums, last_block_by_fences, hand_over, release_acquire, locked_sum,
+        ],
+        1,
+    ),
+    read_neighbour: 2,
+    shift_blocks: 2,
+}  # fmt: skip
+
+
+# ---- deadlocks and wrong masks: kernels of faults.cu, which are never right
+
+
+def stuck(gpu: EmulatorBackend, fault: int) -> None:
+    launch(gpu, "faults", "stuck", gpu.zeros(64, np.uint32), block=64)
+
+
+def half_a_warp(gpu: EmulatorBackend, fault: int) -> None:
+    launch(gpu, "faults", "half_a_warp", gpu.zeros(32, np.uint32))
+
+
+def mask_without_self(gpu: EmulatorBackend, fault: int) -> None:
+    launch(gpu, "faults", "mask_without_self", gpu.zeros(32, np.uint32))
+
+
+def waits_for_nobody(gpu: EmulatorBackend, fault: int) -> None:
+    launch(gpu, "faults", "waits_for_nobody", gpu.zeros(1, np.uint32))
+
+
+def traps(gpu: EmulatorBackend, fault: int) -> None:
+    launch(gpu, "faults", "traps", grid=(1, 2, 1))

@@ -8,7 +8,7 @@ import pytest
 
 from cupaged import EmulatorBackend
 from cupaged.backends.cupy import nvrtc
-from cupaged.errors import BackendUnavailableError
+from cupaged.errors import BackendUnavailableError, DataRaceFault
 from cupaged.source import KernelSource, read_parameters
 from examples.own_kernel import run
 from tests.rig import Rig
@@ -34,6 +34,21 @@ def test_whether_the_bug_shows_depends_on_the_order() -> None:
         for schedule in ("fifo", "random")
     ]
     assert wrong == [True, False]
+
+
+@pytest.mark.parametrize("schedule", ["fifo", "reverse", "random"])
+def test_check_mode_finds_the_bug_and_nothing_else(schedule: str) -> None:
+    gpu = EmulatorBackend(check="full", schedule=schedule)
+    assert run.relative_error(gpu) < MAX_ERROR
+    with pytest.raises(DataRaceFault, match=r"layer_norm\.cu:18 .*dynamic shared memory.*layer_norm\.cu:21 "):
+        run.relative_error(gpu, forget_barrier=True)
+
+
+def test_the_report_in_the_howto(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--check", "--forget-barrier"]) == 1
+    report = " ".join(capsys.readouterr().out.split())
+    assert report in " ".join(HOWTO.read_text().split())
+    assert run.main(["--check"]) == 0
 
 
 @pytest.mark.parametrize("target", nvrtc.CHECKED_TARGETS)

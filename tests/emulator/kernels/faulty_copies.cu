@@ -12,8 +12,12 @@ extern "C" __global__ void load_fragments(const u16* in, u32* out, u32 fault) {
   u16* const row = &tile[lane / 2][lane % 2 * 8];
   ptx::cp_async_16(row, in + 8 * lane + (fault == 4 ? 8 : 0));  // here: fragment copy
   ptx::cp_async_commit();
-  if (fault == 3) ptx::cp_async_wait<1>();
-  if (fault != 2) ptx::cp_async_wait<0>();
+  if (fault == 1) __syncwarp();  // the copies are on their way, of all lanes
+  if (fault == 3) {
+    ptx::cp_async_wait<1>();
+  } else if (fault != 2) {
+    ptx::cp_async_wait<0>();
+  }
   if (fault != 1) __syncwarp();
   u32 fragment[4];
   ptx::ldmatrix_x4(fragment, &tile[lane % 16][lane / 16 * 8]);  // here: fragment load
@@ -64,7 +68,7 @@ extern "C" __global__ void bulk_stream(const float* in, float* out, u32 tiles, u
   if (threadIdx.x == 0) {
     for (u32 tile = 0; tile < tiles; tile++) {
       const u32 s = tile % STAGES, round = tile / STAGES;
-      if (fault != 1) ptx::mbarrier_wait_parity(&empty[s], (round & 1u) ^ 1u);
+      if (fault != 1) ptx::mbarrier_wait_parity(&empty[s], (round & 1u) ^ 1u);  // here: bulk empty
       const u32 expected = TILE * 4 + (fault == 5 ? 16 : 0) - (fault == 6 ? 16 : 0);
       ptx::mbarrier_arrive_expect_tx(&full[s], expected);  // here: bulk expect
       const float* source = in + tile * TILE + (fault == 8 ? TILE : 0);
