@@ -9,7 +9,6 @@ from cupaged.ops import bf16_absmax_rows
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
-    from cupaged.handle import HandleFactory
 
 
 class Fp8Calibration:
@@ -19,8 +18,8 @@ class Fp8Calibration:
         gpu: the backend that holds the data.
     """
 
-    def __init__(self, gpu: GpuBackend | HandleFactory) -> None:
-        self._gpu: Any = gpu
+    def __init__(self, gpu: GpuBackend) -> None:
+        self._gpu = gpu
         self._kernel = self._gpu.kernel("bf16_absmax", "bf16_absmax_rows")
         self.absmax = self._gpu.zeros(1, "float32")
 
@@ -31,9 +30,7 @@ class Fp8Calibration:
 
     def update(self, data: Any, num_rows: int, row_elems: int, row_stride: int, stream: Any) -> None:
         """Take in num_rows rows of row_elems BF16 values, row_stride elements apart."""
-        bf16_absmax_rows(
-            self._gpu, self._kernel, data, self.absmax, num_rows, row_elems, row_stride, stream
-        )
+        bf16_absmax_rows(self._gpu, self._kernel, data, self.absmax, num_rows, row_elems, row_stride, stream)
 
     def scale(self) -> float:
         """absmax / 448, or 1.0 where everything seen was zero. Reads the device: synchronises.

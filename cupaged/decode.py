@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cupaged import ops
 from cupaged.errors import ArgumentValueError
 from cupaged.formats import CacheLayout
+from cupaged.registry import find
 from cupaged.registry.ring import MAX_PLANNED_SEQS
 
 if TYPE_CHECKING:
@@ -50,13 +51,13 @@ class Decoder:
         parts = 2 * blocks * num_q_heads
         self._part_o = gpu.empty(parts * layout.head_dim, "float32")
         self._part_state = gpu.empty(parts * 2, "float32")
-        self._counters = gpu.zeros(2 * max_seqs, "uint32")
-        self.workspace_bytes = 4 * (parts * (layout.head_dim + 2) + 2 * max_seqs)
+        self._counters = gpu.zeros(max_seqs, "uint32")
+        self.workspace_bytes = 4 * (parts * (layout.head_dim + 2) + max_seqs)
 
     def _spec(self) -> dict[str, int]:
         layout = self._layout
         return dict(
-            self._kernel.known.specialise(
+            find(self._kernel.entry, self._kernel.entry).specialise(
                 {
                     "head_dim": layout.head_dim,
                     "block_size": layout.block_size,

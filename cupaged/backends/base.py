@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cupaged.registry import DeviceLimits
 from cupaged.source import KernelSource
+
+if TYPE_CHECKING:
+    from cupaged.handle import KernelHandle
 
 
 class LoadedKernel(Protocol):
@@ -37,6 +41,9 @@ class GpuBackend(Protocol):
     @property
     def arch(self) -> str:
         """Compilation target, for example ``"sm_90a"``; the emulator says ``"emulator"``."""
+
+    def kernel(self, module: str | Path, entry: str, **spec: int | str) -> KernelHandle:
+        """Handle of a kernel; `cupaged.handle.HandleFactory` provides it."""
 
     def load(self, source: KernelSource) -> LoadedKernel:
         """Compile (or fetch from a cache) and load.

@@ -1,8 +1,8 @@
 """Launchers of the streaming decode kernels, which plan on the device and merge what blocks share.
 
 They stand under `cupaged.decode.Decoder`, which owns the workspace that they need: part_o F32 and part_state
-F32 pairs, two parts for each block of the grid, and two zeroed uint32 counters for each sequence, which every
-launch leaves at zero. Everything else is as in `cupaged.ops.decode`; lse is F32 ``[num_seqs, num_q_heads]`` in
+F32 pairs, two parts for each block of the grid, and a uint32 counter for each sequence, zeroed before the first
+launch. Everything else is as in `cupaged.ops.decode`; lse is F32 ``[num_seqs, num_q_heads]`` in
 natural units, or 0. Sources: ``kernels/paged_decode_attn_planned_*.cu``.
 """
 
@@ -27,7 +27,7 @@ def _check_batch(
         raise ArgumentValueError(f"num_seqs: got {num_seqs}, allowed is 0 to {MAX_PLANNED_SEQS}")
     check_size("output", output, num_seqs * num_q_heads * head_dim)
     check_size("lse", lse, num_seqs * num_q_heads)
-    check_size("counters", counters, 2 * num_seqs)
+    check_size("counters", counters, num_seqs)
 
 
 @launcher

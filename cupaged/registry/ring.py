@@ -19,7 +19,7 @@ _MAX_STAGES = 6
 _FILL_DELAY = {"bf16": 2500, "fp8": 1500, "nvfp4": 3000}
 
 # What beginning a sequence costs a block, in tiles.
-_SEQUENCE_COST = {"bf16": 1, "fp8": 1, "nvfp4": 4}
+_SEQUENCE_COST = {"bf16": 1, "fp8": 1, "nvfp4": 8}
 
 # Bytes of a (token, KV head) row as halves of head_dim: (values, scales in 16ths).
 _ROW_HALVES = {"bf16": 4, "fp8": 2, "nvfp4": 1}

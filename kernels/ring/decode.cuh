@@ -28,17 +28,12 @@ struct RingShape {
 // Sequences whose plan fits in shared memory; the same figure as in cupaged/registry/ring.py.
 constexpr u32 MAX_PLANNED_SEQS = 512;
 
-// The sequences a block shares with others: at most two.
-struct SharedSequences {
-  u32 seq[2];
-  int count;
-
-  DEVICE void add(u32 next) {
-    (count == 0 ? seq[0] : seq[1]) = next;
-    count++;
-  }
+// The sequences a block shares with others, at most two: the one its share begins with and the one it ends with.
+struct SharedSequence {
+  u32 seq;
+  Sharers sharers;
+  u32 ticket;  // of its counter
 };
-
 struct RingProblem {
   const bf16_bits* q;  // BF16 [num_seqs, num_q_heads, HEAD_DIM], q_stride elements between sequences
   u64 q_stride;
@@ -47,7 +42,7 @@ struct RingProblem {
   Pools pools;
   Results results;
   Parts parts;
-  u32* counters;  // two a sequence, zero before the first launch
+  u32* counters;  // MergeCounter, one a sequence; zero before the first launch
 };
 
 template <class Format, int HEAD_DIM, int NUM_KV_HEADS, int GQA_RATIO, int BLOCK_SIZE, int STAGE_TILES,
@@ -67,6 +62,7 @@ struct RingDecode {
     typename Ring::Shared ring;
     u32 starts[MAX_PLANNED_SEQS + 1];
     i32 seq_lens[MAX_PLANNED_SEQS];  // a copy: it is looked up all the time
+    SharedSequence to_merge[2];
   };
 
   const RingProblem& problem;
@@ -186,11 +182,6 @@ struct RingDecode {
     unit.start += Layout::STAGE_TOKENS;
   }
 
-  // Whether other blocks work on the sequence too.
-  DEVICE bool is_shared(u32 seq) const {
-    return shared.starts[seq] + SEQUENCE_COST < begin || shared.starts[seq + 1] > end;
-  }
-
   DEVICE QueryRow<HEAD_DIM> load_query(u32 seq) const {
     const bf16_bits* rows =
         problem.q + seq * problem.q_stride + static_cast<u64>(Shape::first_head()) * HEAD_DIM;
@@ -198,7 +189,8 @@ struct RingDecode {
   }
 
   // The share's part of one sequence, from the cursor on; then the result, or this block's part of it.
-  DEVICE void run_segment(Progress& progress, const QueryRow<HEAD_DIM>& query, Cursor cursor) const {
+  // Returns how many sequences this block has to merge, `merges` before.
+  DEVICE int run_segment(Progress& progress, const QueryRow<HEAD_DIM>& query, Cursor cursor, int merges) const {
     Warp warp;
     warp.begin(query, problem.score_scale * LOG2_E);
     bool invalid = false;
@@ -211,16 +203,17 @@ struct RingDecode {
     warp.finish();
     merge_token_warps<Shape, TOKEN_WARPS, 2>(warp);
     if (invalid) warp.state[0].sum = warp.state[1].sum = quiet_nan();
-    const u32 seq = cursor.seq;
-    const bool whole = !is_shared(seq);
-    if (Shape::token_warp() == 0) {
-      if (whole) {
-        store_result(warp, seq);
-      } else {
-        store_part(warp, Sharers::slot(blockIdx.x, shared.starts[seq] > begin));
-      }
+    const u32 seq = cursor.seq, start = shared.starts[seq], end = shared.starts[seq + 1];
+    if (start + SEQUENCE_COST >= begin && end <= this->end) {
+      if (Shape::token_warp() == 0) store_result(warp, seq);
+      return merges;
     }
-    if (!whole) MergeCounters::of(problem.counters, seq).arrive();
+    if (Shape::token_warp() == 0) store_part(warp, Sharers::slot(blockIdx.x, start > begin));
+    const Sharers sharers = Sharers::of(shares, start, end, SEQUENCE_COST);
+    const MergeCounter counter = {problem.counters + seq};
+    const u32 ticket = counter.arrive(blockIdx.x - sharers.first, sharers.count);
+    if (threadIdx.x == 0) shared.to_merge[merges] = {seq, sharers, ticket};
+    return merges + 1;
   }
 
   DEVICE void store_result(const Warp& warp, u32 seq) const {
@@ -253,41 +246,34 @@ struct RingDecode {
   // Merges the sequences that this block shares: one, or two side by side. So that one batch of loads covers
   // the parts where it can, few sharers take whole heads a warp, more take 32 dims a warp, and many take 32
   // dims a block.
-  DEVICE void merge_shared(const SharedSequences& sequences) const {
+  DEVICE void merge_shared(int merges) const {
     using Few = PartMerge<Shape::NUM_Q_HEADS, HEAD_DIM, Shape::WARPS, 1, 1>;
     using Some = PartMerge<Shape::NUM_Q_HEADS, HEAD_DIM, Shape::WARPS, 4, 1>;
     using Many = PartMerge<Shape::NUM_Q_HEADS, HEAD_DIM, Shape::WARPS, 4, Shape::WARPS>;
     __shared__ typename Many::Shared scratch;
-    Sharers sharers[2];
-    UNROLL for (int i = 0; i < 2; i++) {
-      if (i < sequences.count)
-        sharers[i] = Sharers::of(shares, shared.starts[sequences.seq[i]], shared.starts[sequences.seq[i] + 1],
-                                 SEQUENCE_COST);
-    }
-    // One thread waits for each; they spin, so the launch is co-operative.
-    UNROLL for (int i = 0; i < 2; i++) {
-      if (i < sequences.count && threadIdx.x == 32 * i % Shape::THREADS)
-        MergeCounters::of(problem.counters, sequences.seq[i]).wait_for(sharers[i].count);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < merges; i++)
+        MergeCounter{problem.counters + shared.to_merge[i].seq}.wait(shared.to_merge[i].ticket);
     }
     __syncthreads();
 
-    const bool side_by_side = sequences.count == 2 && Shape::WARPS % 2 == 0;
-    UNROLL for (int i = 0; i < 2; i++) {
-      if (i >= sequences.count) continue;
-      const u32 seq = sequences.seq[i], index = blockIdx.x - sharers[i].first;
-      // Which warps work on this sequence.
+    const bool side_by_side = merges == 2 && Shape::WARPS % 2 == 0;
+    for (int i = 0; i < merges; i++) {
+      const u32 seq = shared.to_merge[i].seq;
+      const Sharers sharers = shared.to_merge[i].sharers;
+      const u32 index = blockIdx.x - sharers.first;
       const int half = Shape::WARPS / 2;
-      const Team team = side_by_side ? Team{Shape::warp() - half * i, half} : Team{Shape::warp(), Shape::WARPS};
-      if (sharers[i].count > 2 * Some::ONE_BATCH) {
-        Many::run(problem.parts, sharers[i], index, seq, problem.results, {Shape::warp(), Shape::WARPS}, &scratch);
+      const Team all = {Shape::warp(), Shape::WARPS};
+      const Team team = side_by_side ? Team{Shape::warp() - half * i, half} : all;
+      if (sharers.count > 2 * Some::ONE_BATCH) {
+        Many::run(problem.parts, sharers, index, seq, problem.results, all, &scratch);
       } else if (team.contains_caller()) {
-        if (sharers[i].count <= Few::ONE_BATCH) {
-          Few::run(problem.parts, sharers[i], index, seq, problem.results, team, nullptr);
+        if (sharers.count <= Few::ONE_BATCH) {
+          Few::run(problem.parts, sharers, index, seq, problem.results, team, nullptr);
         } else {
-          Some::run(problem.parts, sharers[i], index, seq, problem.results, team, nullptr);
+          Some::run(problem.parts, sharers, index, seq, problem.results, team, nullptr);
         }
       }
-      if (threadIdx.x == 0) MergeCounters::of(problem.counters, seq).finish(sharers[i].count);
     }
   }
 
@@ -344,14 +330,13 @@ struct RingDecode {
     // Asked for before the ring is filled, so that it arrives no later than the first stage.
     QueryRow<HEAD_DIM> query = load_query(cursor.seq);
     Progress progress = start(cursor);
-    SharedSequences to_merge = {{0, 0}, 0};
+    int merges = 0;
     while (true) {
-      run_segment(progress, query, cursor);
-      if (is_shared(cursor.seq)) to_merge.add(cursor.seq);
+      merges = run_segment(progress, query, cursor, merges);
       cursor.next_sequence(*this);
       if (cursor.done(*this)) break;
       query = load_query(cursor.seq);
     }
-    merge_shared(to_merge);
+    merge_shared(merges);
   }
 };

@@ -181,31 +181,22 @@ struct PartMerge {
   }
 };
 
-// Two counters a sequence, zero between launches: blocks that left their part, and blocks that are done
-// merging. The last to be done sets both back.
-struct MergeCounters {
-  u32* arrived;
-  u32* done;
+// A counter a sequence tells its sharers when all of them have left their part. It is never set back: every
+// launch adds ARRIVALS in all, whatever the number of sharers (the first makes up for those that are missing),
+// so it is a multiple of ARRIVALS between launches, and reaches the next one with the last arrival.
+constexpr u32 ARRIVALS = 1u << 16;  // more than a grid has blocks
 
-  static DEVICE MergeCounters of(u32* counters, u32 seq) {
-    return {counters + 2 * static_cast<u64>(seq), counters + 2 * static_cast<u64>(seq) + 1};
-  }
+struct MergeCounter {
+  u32* counter;
 
-  // By all threads, after their part is written.
-  DEVICE void arrive() const {
+  // By all threads, after their part is written; returns a ticket for wait(), good in thread 0.
+  DEVICE u32 arrive(u32 index, u32 count) const {
     __syncthreads();
-    if (threadIdx.x == 0) ptx::atomic_add_acq_rel(arrived, 1);
+    if (threadIdx.x != 0) return 0;
+    return ptx::atomic_add_acq_rel(counter, index == 0 ? ARRIVALS - (count - 1) : 1u) / ARRIVALS;
   }
-  // By one thread: returns once all sharers have arrived.
-  DEVICE void wait_for(u32 count) const {
-    while (ptx::load_acquire(arrived) < count) ptx::spin_pause();
-  }
-  // By one thread that has waited. Relaxed, since only the counters themselves depend on it: whoever comes
-  // last knows that all have stopped waiting.
-  DEVICE void finish(u32 count) const {
-    if (atomicAdd(done, 1u) == count - 1) {
-      atomicExch(arrived, 0u);
-      atomicExch(done, 0u);
-    }
+  // By one thread: returns once all sharers have arrived. They spin, so the launch is co-operative.
+  DEVICE void wait(u32 ticket) const {
+    while (ptx::load_acquire(counter) / ARRIVALS == ticket) ptx::spin_pause();
   }
 };
