@@ -38,10 +38,11 @@ format: $(READY)
 wheel-test: $(READY) | compiler
 	sh tools/wheel_test.sh $(PY)
 
-# Tests, sanitizer and benchmark on a GPU machine; results as JSON under OUT.
+# Tests, sanitizer, demo and benchmark on a GPU machine; results as JSON under OUT. STEPS names some of them.
 OUT ?= build/gpu
+STEPS ?=
 gpu: $(READY)
-	sh tools/gpu.sh $(PY) $(OUT)
+	$(PY) -m tools.gpu --out $(OUT) $(STEPS)
 
 bench: $(READY)
 	$(PY) -m benchmarks.decode $(BENCH_ARGS)

@@ -133,7 +133,9 @@ def _random_pool(layout: CacheLayout, num_blocks: int, seed: int) -> Any:
     size = num_blocks * layout.block_stride_bytes
     if layout.format.name == "bf16":
         values = cupy.random.standard_normal((1 << 25) + 1025, dtype=cupy.float32).view(cupy.uint32)
-        return cupy.resize((values >> 16).astype(cupy.uint16), size // 2).reshape(layout.pool_shape(num_blocks))
+        return cupy.resize((values >> 16).astype(cupy.uint16), size // 2).reshape(
+            layout.pool_shape(num_blocks)
+        )
     codes = cupy.random.randint(0, 256, (1 << 27) + 4099, dtype=cupy.uint8)
     if layout.format.name == "fp8":  # exponents 5 to 8: magnitudes 0.25 to 3.75
         codes = (codes & 0x87) | ((((codes >> 4) & 3) + 5) << 3).astype(cupy.uint8)
@@ -182,7 +184,9 @@ def _relative_error(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 1 where a result was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--formats", default="bf16,fp8,nvfp4")
     parser.add_argument("--set", choices=("table", "long", "all"), default="table")
@@ -192,7 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpu = CupyBackend()
     stream = cupy.cuda.Stream(non_blocking=True)
     limits = ceiling.measure(gpu, stream)
-    print(f"read {limits['read_bytes_per_us'] / 1e6:.3f} TB/s, copy {limits['copy_bytes_per_us'] / 1e6:.3f} TB/s")
+    read, copy = limits["read_bytes_per_us"] / 1e6, limits["copy_bytes_per_us"] / 1e6
+    print(f"read {read:.3f} TB/s, copy {copy:.3f} TB/s")
     bench = Bench(gpu, stream)
     loads = {"table": TABLE, "long": LONG, "all": (*TABLE, *LONG)}[options.set]
     rows, wrong = [], 0

@@ -1,4 +1,4 @@
-"""How fast the emulator is on this machine: launches, matrix products, one decode, compiling a kernel."""
+"""How fast the emulator is on this machine, and how much slower its check mode is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import ml_dtypes
 import numpy as np
 
 from cupaged.backends.emulator import EmulatorBackend
+from cupaged.decode import Decoder
+from cupaged.formats import FORMATS, NVFP4, CacheFormat, CacheLayout
 from cupaged.launch import KernelLaunch
+from cupaged.ops import reshape_and_cache_nvfp4
 
 # Kernels of its own, so that the figures say nothing of the package's.
 _SOURCE = """
@@ -96,6 +99,50 @@ def decode_seconds(gpu: EmulatorBackend, seq_len: int, repeats: int) -> float:
     return best_seconds(work, repeats)
 
 
+def write_seconds(gpu: EmulatorBackend, repeats: int) -> float:
+    """Seconds of writing 65,536 groups to an NVFP4 cache: K and V of 512 tokens, 8 KV heads of 128."""
+    tokens = np.random.default_rng(0).standard_normal((512, 8, 128)).astype(ml_dtypes.bfloat16)
+    layout = CacheLayout(NVFP4, num_kv_heads=8, head_dim=128, block_size=16)
+    pools = [gpu.zeros(layout.pool_shape(32), layout.pool_dtype) for _ in range(2)]
+    key, value, slots = gpu.asarray(tokens), gpu.asarray(tokens), gpu.asarray(np.arange(512))
+    kernel = gpu.kernel("reshape_and_cache_nvfp4", "reshape_and_cache_nvfp4")
+    sizes = (512, 8, 128, 16, 8 * 128, 8 * 128, layout.block_stride_bytes, layout.data_section_bytes)
+    return best_seconds(
+        lambda: reshape_and_cache_nvfp4(gpu, kernel, key, value, *pools, slots, *sizes, 0), repeats
+    )
+
+
+def planned_seconds(gpu: EmulatorBackend, fmt: CacheFormat, repeats: int) -> float:
+    """Seconds of one `Decoder` launch: 4 sequences, 8 query and 2 KV heads of 128, blocks of 16 tokens."""
+    seq_lens = [1000, 1, 300, 17]
+    layout = CacheLayout(fmt, num_kv_heads=2, head_dim=128, block_size=16)
+    width = -(-max(seq_lens) // 16)
+    q = gpu.asarray(np.random.default_rng(0).standard_normal((4, 8, 128)).astype(ml_dtypes.bfloat16))
+    k_cache, v_cache = (gpu.zeros(layout.pool_shape(4 * width), layout.pool_dtype) for _ in range(2))
+    tables = gpu.asarray(np.arange(4 * width, dtype=np.int32).reshape(4, width))
+    lengths = gpu.asarray(np.array(seq_lens, np.int32))
+    output = gpu.empty(q.shape, ml_dtypes.bfloat16)
+    decoder = Decoder(gpu, layout, 8, 4)
+    return best_seconds(
+        lambda: decoder.decode(
+            q, k_cache, v_cache, tables, lengths, output, num_seqs=4, max_blocks_per_seq=width, stream=0
+        ),
+        repeats,
+    )
+
+
+def check_ratios(seq_len: int, repeats: int) -> dict[str, float]:
+    """How many times as long launches take in check mode; fast mode on one OS thread too."""
+    fast, checking = EmulatorBackend(), EmulatorBackend(check="full")
+    cases: dict[str, Callable[[EmulatorBackend], float]] = {
+        "write_nvfp4_65536_groups": lambda gpu: write_seconds(gpu, repeats),
+        f"decode_bf16_{seq_len}_tokens": lambda gpu: decode_seconds(gpu, seq_len, repeats),
+    }
+    for fmt in FORMATS:
+        cases[f"planned_decode_{fmt.name}"] = lambda gpu, fmt=fmt: planned_seconds(gpu, fmt, repeats)
+    return {f"check_ratio_{name}": case(checking) / case(fast) for name, case in cases.items()}
+
+
 def compile_seconds() -> dict[str, float]:
     """Seconds to compile the runtime with a first small kernel, then the decode kernel, in an empty cache."""
     previous = os.environ.get("CUPAGED_CACHE_DIR")
@@ -132,6 +179,7 @@ def measure(gpu: EmulatorBackend, seq_len: int, repeats: int) -> dict[str, float
             "warp_shuffle_us": 1e6 * seconds_per_operation(gpu, path, "shuffle", 32, repeats),
             "barrier_256_threads_us": 1e6 * seconds_per_operation(gpu, path, "barrier", 256, repeats),
             f"decode_bf16_{seq_len}_tokens_ms": 1e3 * decode_seconds(gpu, seq_len, repeats),
+            **check_ratios(seq_len, repeats),
             **compile_seconds(),
         }
 

@@ -46,7 +46,9 @@ def graph_time(
     for launch in launches:
         launch()
     stream.synchronize()
-    estimate = max(1.0, elapsed_us(stream, lambda: [launch() for launch in launches] and None) / len(launches))
+    estimate = max(
+        1.0, elapsed_us(stream, lambda: [launch() for launch in launches] and None) / len(launches)
+    )
     count = max(1, math.ceil(min_us / estimate / len(launches))) * len(launches)
     stream.begin_capture()
     for i in range(count):

@@ -29,10 +29,11 @@ reshape_and_cache_bf16(
 )  # fmt: skip
 
 decode = gpu.kernel("paged_decode_attn_bf16", "paged_decode_attn_bf16")
+lengths = gpu.asarray(np.array([TOKENS], np.int32))
 output = gpu.empty((1, Q_HEADS, HEAD_DIM), ml_dtypes.bfloat16)
 paged_decode_attn_bf16(
-    gpu, decode, gpu.asarray(q), k_cache, v_cache, output, gpu.asarray(table), gpu.asarray(np.int32([TOKENS])),
-    table.shape[1], 1, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK, HEAD_DIM**-0.5, Q_HEADS * HEAD_DIM, 0, stream,
+    gpu, decode, gpu.asarray(q), k_cache, v_cache, output, gpu.asarray(table), lengths,
+    table.shape[1], 1, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK, HEAD_DIM**-0.5, q.size, 0, stream,
 )  # fmt: skip
 
 # The same in NumPy: query head h reads KV head h // 4.

@@ -11,7 +11,8 @@ constexpr u32 VECTOR = 8;  // values a 16-byte load
 DEVICE u32 pair_magnitude(u32 pair) { return max(pair & 0x7fffu, (pair >> 16) & 0x7fffu); }
 
 DEVICE u32 vector_magnitude(uint4 v) {
-  return max(max(pair_magnitude(v.x), pair_magnitude(v.y)), max(pair_magnitude(v.z), pair_magnitude(v.w)));
+  return max(max(pair_magnitude(v.x), pair_magnitude(v.y)),
+             max(pair_magnitude(v.z), pair_magnitude(v.w)));
 }
 
 // Largest of data[0 .. count), this thread's share of `threads`: single values up to the first 16-byte

@@ -3,8 +3,8 @@
 #include "attention/decode.cuh"
 #include "attention/format_bf16.cuh"
 
-using Kernel = Decode<Bf16Format<SPEC_HEAD_DIM>, SPEC_HEAD_DIM, SPEC_GQA_RATIO, SPEC_BLOCK_SIZE,
-                      SPEC_TOKEN_WARPS>;
+using Kernel =
+    Decode<Bf16Format<SPEC_HEAD_DIM>, SPEC_HEAD_DIM, SPEC_GQA_RATIO, SPEC_BLOCK_SIZE, SPEC_TOKEN_WARPS>;
 
 static DEVICE PoolGeometry pool_geometry(u32 num_kv_heads) {
   constexpr u32 ROW = Bf16Format<SPEC_HEAD_DIM>::ROW_BYTES;
@@ -14,13 +14,12 @@ static DEVICE PoolGeometry pool_geometry(u32 num_kv_heads) {
 extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, 1)
     paged_decode_attn_bf16(const bf16_bits* q, const u8* k_cache, const u8* v_cache, bf16_bits* output,
                            const i32* block_tables, const i32* seq_lens, u32 max_blocks_per_seq,
-                           u32 num_seqs, u32 num_q_heads, u32 num_kv_heads, u32 head_dim,
-                           u32 block_size, float inv_sqrt_d, u32 q_stride, u32 sliding_window,
-                           u32 num_blocks) {
-  Kernel::single_pass({q, k_cache, v_cache, block_tables, seq_lens, max_blocks_per_seq, num_q_heads,
-                       num_kv_heads, q_stride, sliding_window, num_blocks, inv_sqrt_d, 1.0f,
-                       pool_geometry(num_kv_heads)},
-                      output);
+                           u32 num_seqs, u32 num_q_heads, u32 num_kv_heads, u32 head_dim, u32 block_size,
+                           float inv_sqrt_d, u32 q_stride, u32 sliding_window, u32 num_blocks) {
+  Kernel::single_pass(
+      {q, k_cache, v_cache, block_tables, seq_lens, max_blocks_per_seq, num_q_heads, num_kv_heads,
+       q_stride, sliding_window, num_blocks, inv_sqrt_d, 1.0f, pool_geometry(num_kv_heads)},
+      output);
 }
 
 extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, 1)
@@ -29,8 +28,8 @@ extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, 1)
                                   u32 max_blocks_per_seq, u32 num_q_heads, u32 num_kv_heads,
                                   u32 head_dim, u32 block_size, float inv_sqrt_d, u32 num_splits,
                                   u32 q_stride, u32 num_seqs, u32 sliding_window, u32 num_blocks) {
-  Kernel::split({q, k_cache, v_cache, block_tables, seq_lens, max_blocks_per_seq, num_q_heads,
-                 num_kv_heads, q_stride, sliding_window, num_blocks, inv_sqrt_d, 1.0f,
-                 pool_geometry(num_kv_heads)},
-                workspace, num_splits);
+  Kernel::split(
+      {q, k_cache, v_cache, block_tables, seq_lens, max_blocks_per_seq, num_q_heads, num_kv_heads,
+       q_stride, sliding_window, num_blocks, inv_sqrt_d, 1.0f, pool_geometry(num_kv_heads)},
+      workspace, num_splits);
 }

@@ -5,8 +5,8 @@
 #include "attention/tiled.cuh"
 
 #ifdef SPEC_GQA_RATIO
-using Kernel = Tiled<Bf16Format<SPEC_HEAD_DIM>, SPEC_HEAD_DIM, SPEC_GQA_RATIO, SPEC_BLOCK_SIZE,
-                     SPEC_TOKEN_WARPS>;
+using Kernel =
+    Tiled<Bf16Format<SPEC_HEAD_DIM>, SPEC_HEAD_DIM, SPEC_GQA_RATIO, SPEC_BLOCK_SIZE, SPEC_TOKEN_WARPS>;
 
 // Strides are in elements, so that one kernel reads a paged cache and a scratch pool
 // [slot, K or V, kv_head, block_size, head_dim] alike.
@@ -18,8 +18,12 @@ extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, 1)
                             u32 gqa_ratio, i64 blk_stride, i64 tok_stride, i64 kvh_stride,
                             i32 last_block_valid_slots, float inv_sqrt_d,
                             const i32* last_block_valid_slots_per_seq, u32 num_blocks) {
-  const PoolGeometry geometry = {2u * static_cast<u64>(blk_stride), 2u * static_cast<u64>(tok_stride),
-                                 2u * static_cast<u64>(kvh_stride), 0, 0, 0};
+  const PoolGeometry geometry = {2u * static_cast<u64>(blk_stride),
+                                 2u * static_cast<u64>(tok_stride),
+                                 2u * static_cast<u64>(kvh_stride),
+                                 0,
+                                 0,
+                                 0};
   Kernel::step({q, k_pool, v_pool, tile_blocks, tile_block_counts, m_state, l_state, o_state,
                 num_q_heads, tile_capacity, num_blocks, last_block_valid_slots,
                 last_block_valid_slots_per_seq, inv_sqrt_d, geometry});

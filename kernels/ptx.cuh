@@ -110,8 +110,7 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* shared_row) {
 
 // 16 bytes global to shared, both 16-byte aligned, bypassing L1.
 DEVICE void cp_async_16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
-               "l"(global)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
                : "memory");
 }
 
@@ -119,8 +118,8 @@ DEVICE void cp_async_16(void* shared, const void* global) {
 template <int BYTES>
 DEVICE void cp_async_small(void* shared, const void* global) {
   static_assert(BYTES == 4 || BYTES == 8, "cp.async copies 4, 8 or 16 bytes");
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)),
-               "l"(global), "n"(BYTES)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global),
+               "n"(BYTES)
                : "memory");
 }
 
@@ -139,9 +138,7 @@ DEVICE void mbarrier_init(u64* barrier, u32 arrivals) {
 }
 
 // Makes mbarrier_init visible to the copy engine; the block still needs a __syncthreads.
-DEVICE void mbarrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 DEVICE void mbarrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -157,25 +154,24 @@ DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
 // True once the phase of the given parity has completed.
 DEVICE bool mbarrier_try_wait_parity(u64* barrier, u32 parity) {
   u32 done;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
   return done != 0;
 }
 
 DEVICE void mbarrier_wait_parity(u64* barrier, u32 parity) {
-  while (!mbarrier_try_wait_parity(barrier, parity)) {
-  }
+  while (!mbarrier_try_wait_parity(barrier, parity)) {}
 }
 
 // One-dimensional bulk copy global to shared; completes `bytes` on the barrier. Source and size must
-// be multiples of 16 bytes; keep the destination 128-byte aligned (a misaligned one is 15 to 19 % slower).
+// be multiples of 16 bytes; keep the destination 128-byte aligned (a misaligned one is 15 to 19 %
+// slower).
 DEVICE void bulk_copy(void* shared, const void* global, u32 bytes, u64* barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(shared)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
@@ -241,8 +237,7 @@ DEVICE uint4 load_streaming_16(const void* pointer) {
 // Returns after that many clock cycles.
 DEVICE void delay_cycles(u32 cycles) {
   const long long start = clock64();
-  while (clock64() - start < cycles) {
-  }
+  while (clock64() - start < cycles) {}
 }
 
 // Called inside a spin on global memory. A GPU needs no pause; the emulator runs another thread here.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
 import pytest
 
@@ -18,12 +18,17 @@ def _make_gpu(name: str) -> object:
     from cupaged.backends.cupy import CupyBackend
 
     try:
-        return CupyBackend()
+        backend = CupyBackend()
     except BackendUnavailableError as error:
         pytest.skip(f"no GPU here: {error}")
+    if os.environ.get("CUPAGED_TEST_NO_POOL"):  # a memory checker then sees where each array ends
+        import cupy
+
+        cupy.cuda.set_allocator(None)
+    return backend
 
 
 @pytest.fixture(scope="session", params=["emulator", pytest.param("cupy", marks=pytest.mark.gpu)])
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest) -> Rig:
     """A backend with its kernels and a stream."""
-    yield Rig(_make_gpu(request.param))
+    return Rig(_make_gpu(request.param))

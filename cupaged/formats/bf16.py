@@ -46,7 +46,8 @@ def encode_bf16(values: npt.ArrayLike) -> npt.NDArray[np.uint16]:
     """
     array = np.asarray(values)
     if array.dtype == BFLOAT16 or array.dtype == np.uint16:
-        return array.view(np.uint16).copy()
+        bits: npt.NDArray[np.uint16] = array.view(np.uint16).copy()
+        return bits
     wide = as_float32("values", array)
     with np.errstate(over="ignore", invalid="ignore"):
         return wide.astype(BFLOAT16).view(np.uint16)
@@ -62,4 +63,5 @@ def decode_bf16(bits: npt.ArrayLike) -> npt.NDArray[np.float32]:
     if array.dtype != np.uint16 and array.dtype != BFLOAT16:
         raise ArgumentTypeError(f"bits has dtype {array.dtype}; allowed are uint16 and bfloat16")
     wide = array.view(np.uint16).astype(np.uint32)
-    return (wide << np.uint32(16)).view(np.float32)
+    values: npt.NDArray[np.float32] = (wide << np.uint32(16)).view(np.float32)
+    return values

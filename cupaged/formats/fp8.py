@@ -39,7 +39,10 @@ def encode_e4m3(values: npt.ArrayLike, scale: object = 1.0) -> npt.NDArray[np.ui
         codes = np.clip(quotient, -E4M3_MAX, E4M3_MAX).astype(_E4M3).view(np.uint8)
     # The sign of a NaN after a division is the processor's choice: take it from the input.
     sign = np.signbit(wide).astype(np.uint8) << np.uint8(7)
-    return np.where(np.isnan(wide), sign | np.uint8(_NAN_CODE), codes).astype(np.uint8)
+    result: npt.NDArray[np.uint8] = np.where(np.isnan(wide), sign | np.uint8(_NAN_CODE), codes).astype(
+        np.uint8
+    )
+    return result
 
 
 def decode_e4m3(codes: npt.ArrayLike, scale: object = 1.0) -> npt.NDArray[np.float32]:

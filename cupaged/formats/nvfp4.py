@@ -48,7 +48,8 @@ def decode_e2m1(codes: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 def pack_nibbles(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Codes ``[..., n]`` below 16 to bytes ``[..., n / 2]``, the first of a pair in the low nibble."""
-    return codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+    packed: npt.NDArray[np.uint8] = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+    return packed
 
 
 def unpack_nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -76,13 +76,14 @@ def _section(
     head_bytes: int,
 ) -> npt.NDArray[Any]:
     token_bytes = layout.num_kv_heads * head_bytes
-    return np.ndarray(
+    section: npt.NDArray[Any] = np.ndarray(
         shape=(num_blocks, layout.block_size, layout.num_kv_heads, head_bytes // bits.itemsize),
         dtype=bits,
         buffer=raw,
         offset=offset if num_blocks else 0,
         strides=(layout.block_stride_bytes, token_bytes, head_bytes, bits.itemsize),
     )
+    return section
 
 
 def write_tokens(

@@ -1,9 +1,9 @@
 """Launchers of the streaming decode kernels, which plan on the device and merge what blocks share.
 
 They stand under `cupaged.decode.Decoder`, which owns the workspace that they need: part_o F32 and part_state
-F32 pairs, two parts for each block of the grid, and a uint32 counter for each sequence, zeroed before the first
-launch. Everything else is as in `cupaged.ops.decode`; lse is F32 ``[num_seqs, num_q_heads]`` in
-natural units, or 0. Sources: ``kernels/paged_decode_attn_planned_*.cu``.
+F32 pairs, two parts for each block of the grid, and a uint32 counter for each sequence, zeroed before the
+first launch. Everything else is as in `cupaged.ops.decode`; lse is F32 ``[num_seqs, num_q_heads]`` in natural
+units, or 0. Sources: ``kernels/paged_decode_attn_planned_*.cu``.
 """
 
 from __future__ import annotations

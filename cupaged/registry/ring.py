@@ -10,7 +10,8 @@ from cupaged.registry.rules import check_block_size, check_head_dim, gqa_ratio, 
 
 TILE_TOKENS = 16
 MAX_PLANNED_SEQS = 512  # sequences whose plan fits a block's shared memory
-MAX_WARPS = 16
+MAX_WARPS = 16  # of a block
+_WARPS_PER_SM = 8
 _RESERVED_SHARED = 1024  # of every block, by the hardware
 _MAX_STAGES = 6
 
@@ -55,29 +56,38 @@ def _static_shared(groups: int, token_warps: int) -> int:
     return 8 * (MAX_PLANNED_SEQS + 1) + 256 + warps * 136 + exchange
 
 
+def _warp_tiles(fmt: str, groups: int) -> tuple[int, ...]:
+    """Tiles a warp works on at once, the best first.
+
+    Conversions need independent work: NVFP4 wants most of it, BF16, which has none, least. With more than
+    8 warps a block the registers allow one tile only.
+    """
+    if groups > 8 or fmt == "bf16":
+        return (1,)
+    if fmt == "fp8":
+        return (2, 1)
+    return (4, 2, 1) if groups == 8 else (3, 2, 1)
+
+
 def ring_shape(
     fmt: str, num_kv_heads: int, ratio: int, head_dim: int, limits: DeviceLimits
 ) -> RingShape | None:
-    """The shape that measured best, scaled to what fits; None where not even two stages do.
-
-    NVFP4 wants several tiles a warp at once (its conversions need independent work), BF16 and FP8 one.
-    """
+    """The shape that measured best, scaled to what fits; None where not even two stages do."""
     groups = num_kv_heads * head_tiles(ratio)
     if groups > MAX_WARPS:
         return None
-    warps_per_sm = 16 if fmt == "fp8" and head_dim <= 128 else 8
-    two_blocks = (fmt == "fp8" and groups >= 8 and head_dim <= 128) or (fmt == "nvfp4" and groups < 8)
-    for blocks_per_sm in (2, 1) if two_blocks else (1,):
-        most = 1
-        while 2 * most * groups * blocks_per_sm <= warps_per_sm:
-            most *= 2
-        room = min(limits.shared_per_block, limits.shared_per_sm // blocks_per_sm - _RESERVED_SHARED)
-        for warp_tiles in (4, 2, 1) if fmt == "nvfp4" and groups <= 8 else (1,):
-            for token_warps in (most >> i for i in range(most.bit_length())):
-                stage = token_warps * warp_tiles * 2 * image_bytes(fmt, num_kv_heads, head_dim)
-                stages = min(_MAX_STAGES, (room - _static_shared(groups, token_warps)) // stage)
-                if stages >= 3:
-                    return RingShape(token_warps, token_warps * warp_tiles, stages, blocks_per_sm)
+    # Few heads leave NVFP4's conversions room for a second, smaller block.
+    blocks_per_sm = 2 if fmt == "nvfp4" and groups < 8 else 1
+    room = min(limits.shared_per_block, limits.shared_per_sm // blocks_per_sm - _RESERVED_SHARED)
+    most = 1
+    while 2 * most * groups * blocks_per_sm <= _WARPS_PER_SM:
+        most *= 2
+    for warp_tiles in _warp_tiles(fmt, groups):
+        for token_warps in (most >> i for i in range(most.bit_length())):
+            stage = token_warps * warp_tiles * 2 * image_bytes(fmt, num_kv_heads, head_dim)
+            stages = min(_MAX_STAGES, (room - _static_shared(groups, token_warps)) // stage)
+            if stages >= 3:
+                return RingShape(token_warps, token_warps * warp_tiles, stages, blocks_per_sm)
     two_tiles = 2 * 2 * image_bytes(fmt, num_kv_heads, head_dim)
     fits = two_tiles + _static_shared(groups, 1) <= limits.shared_per_block
     return RingShape(1, 1, 2, 1) if fits else None
@@ -102,8 +112,9 @@ def _derived(fmt: str, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
     shape = ring_shape(fmt, spec["num_kv_heads"], spec["gqa_ratio"], spec["head_dim"], limits)
     if shape is None or not limits.bulk_copies:
         raise ArgumentValueError(
-            f"num_kv_heads, num_q_heads, head_dim: {spec['num_kv_heads']} KV heads of {spec['head_dim']} with "
-            f"ratio {spec['gqa_ratio']} do not fit this GPU's shared memory; use the split-K launchers"
+            f"num_kv_heads: got {spec['num_kv_heads']} KV heads of {spec['head_dim']} with ratio "
+            f"{spec['gqa_ratio']}, which this GPU's shared memory or copy engine does not allow; use the "
+            "split-K launchers"
         )
     return {
         "token_warps": shape.token_warps,

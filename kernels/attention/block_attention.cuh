@@ -59,7 +59,7 @@ DEVICE void merge_token_warps(Warp& warp) {
     __shared__ float4 outputs[SLOTS][PRODUCTS_AT_ONCE][WARP_SIZE];
     __shared__ float4 states[SLOTS][WARP_SIZE];
     const int lane = static_cast<int>(threadIdx.x % WARP_SIZE), position = Shape::token_warp();
-    UNROLL for (int half = TOKEN_WARPS / 2; half > 0; half /= 2) {
+  UNROLL for (int half = TOKEN_WARPS / 2; half > 0; half /= 2) {
       const int slot = position % half + half * Shape::merge_group();
       const bool gives = position >= half && position < 2 * half, takes = position < half;
       if (gives)

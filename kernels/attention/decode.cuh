@@ -33,7 +33,8 @@ struct Decode {
   static DEVICE u32 kv_head() { return blockIdx.y; }
   static DEVICE u32 first_head() { return kv_head() * GQA_RATIO + Shape::head_tile() * TILE_HEADS; }
 
-  // After this, the warps of token position 0 hold the state of the whole range. False: not in this warp.
+  // After this, the warps of token position 0 hold the state of the whole range. False: not in this
+  // warp.
   static DEVICE bool run(const DecodeProblem& problem, Warp& warp, TokenRange range) {
     const bf16_bits* q_rows = problem.q + static_cast<u64>(sequence()) * problem.q_stride +
                               static_cast<u64>(first_head()) * HEAD_DIM;

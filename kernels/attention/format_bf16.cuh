@@ -15,8 +15,8 @@ struct Bf16Format {
   static constexpr int VALUE_CHUNK = smaller(8, power_of_two_divisor(HEAD_DIM / 8));
   using Dims = ValueDims<HEAD_DIM, VALUE_CHUNK>;
 
-  // Which of the lane's own elements of q belongs into half `half` of B register `reg` of a product. A lane
-  // owns the dims of its K chunks, in their order.
+  // Which of the lane's own elements of q belongs into half `half` of B register `reg` of a product. A
+  // lane owns the dims of its K chunks, in their order.
   static DEVICE constexpr int query_element(int product, int reg, int half) {
     return 4 * product + 2 * reg + half;
   }

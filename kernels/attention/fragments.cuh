@@ -17,9 +17,7 @@
 constexpr int TILE_TOKENS = 16;
 constexpr int TILE_HEADS = 8;
 
-DEVICE constexpr int token_of_row(int row) {
-  return ((row >> 1) & 3) + 4 * (row & 1) + 8 * (row >> 3);
-}
+DEVICE constexpr int token_of_row(int row) { return ((row >> 1) & 3) + 4 * (row & 1) + 8 * (row >> 3); }
 
 struct Lane {
   int row;   // r: the head of its Q fragment, the dims of its V fragment

@@ -22,7 +22,7 @@ DEVICE void reduce_splits(const float* workspace, bf16_bits* output, u32 num_q_h
   for (u32 split = 0; split < num_splits; split++, row += ROW) {
     const float2 m_l = *reinterpret_cast<const float2*>(row + HEAD_DIM);
     const float2 factor = state.merge(SoftmaxState::from_natural(m_l.x, m_l.y));
-    UNROLL for (int i = 0; i < LANE_PAIRS; i++) {
+  UNROLL for (int i = 0; i < LANE_PAIRS; i++) {
       const int pair = lane + 32 * i;
       if (pair < PAIRS) {
         const float2 o = *reinterpret_cast<const float2*>(row + 2 * pair);

@@ -22,8 +22,8 @@ struct WarpAttention {
 
   Lane lane;
   QueryTile<HEAD_DIM> query;
-  float score_factor[2];   // scores to log2 units, for heads 2c and 2c + 1
-  SoftmaxState state[2];   // of heads 2c, 2c + 1; `sum` only over this lane's tokens until finish()
+  float score_factor[2];  // scores to log2 units, for heads 2c and 2c + 1
+  SoftmaxState state[2];  // of heads 2c, 2c + 1; `sum` only over this lane's tokens until finish()
   float output[PRODUCTS][4];
 
   // log2_scale: softmax scale times log2(e), times whatever K's operands lack.

@@ -17,11 +17,12 @@ DEVICE PoolGeometry plain_geometry(u64 block_stride, u32 num_kv_heads, u32 row_b
   return {block_stride, static_cast<u64>(num_kv_heads) * row_bytes, row_bytes, 0, 0, 0};
 }
 
-// NVFP4: data section [block_size, num_kv_heads, row], then scales [block_size, num_kv_heads, scale row].
+// NVFP4: data section [block_size, num_kv_heads, row], then scales [block_size, num_kv_heads, scale
+// row].
 DEVICE PoolGeometry sectioned_geometry(u64 block_stride, u64 data_section, u32 num_kv_heads,
                                        u32 row_bytes, u32 scale_bytes) {
-  return {block_stride, static_cast<u64>(num_kv_heads) * row_bytes, row_bytes, data_section,
-          static_cast<u64>(num_kv_heads) * scale_bytes, scale_bytes};
+  return {block_stride, static_cast<u64>(num_kv_heads) * row_bytes,   row_bytes,
+          data_section, static_cast<u64>(num_kv_heads) * scale_bytes, scale_bytes};
 }
 
 // Offset of a row's data and scales within the block that holds it.

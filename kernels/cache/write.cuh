@@ -50,8 +50,8 @@ DEVICE void write_tokens(const WriteProblem& problem, const Store& key_store, co
   const u64 block = static_cast<u64>(slot) / BLOCK_SIZE;
   const u32 offset = static_cast<u32>(static_cast<u64>(slot) % BLOCK_SIZE);
   const PoolGeometry& geometry = problem.geometry;
-  const u64 data = block * geometry.block_stride + data_offset(geometry, offset, head) +
-                   group * Store::DATA_BYTES;
+  const u64 data =
+      block * geometry.block_stride + data_offset(geometry, offset, head) + group * Store::DATA_BYTES;
   const u64 scales = block * geometry.block_stride + scale_offset(geometry, offset, head) + group;
 
   const u32 element = head * HEAD_DIM + group * WRITE_GROUP;

@@ -7,8 +7,8 @@ constexpr float E2M1_MAX = 6.0f;
 // Round to nearest, ties to the even code, saturating. Not for NaN: a group with one has no codes.
 DEVICE u32 float_to_e2m1(float value) {
   const float a = fabsf(value);
-  const u32 magnitude = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) +
-                        (a >= 3.5f) + (a > 5.0f);
+  const u32 magnitude =
+      (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
   return ((__float_as_uint(value) >> 28) & 8u) | magnitude;
 }
 

@@ -28,7 +28,8 @@ struct RingShape {
 // Sequences whose plan fits in shared memory; the same figure as in cupaged/registry/ring.py.
 constexpr u32 MAX_PLANNED_SEQS = 512;
 
-// The sequences a block shares with others, at most two: the one its share begins with and the one it ends with.
+// The sequences a block shares with others, at most two: the one its share begins with and the one it
+// ends with.
 struct SharedSequence {
   u32 seq;
   Sharers sharers;
@@ -46,8 +47,7 @@ struct RingProblem {
 };
 
 template <class Format, int HEAD_DIM, int NUM_KV_HEADS, int GQA_RATIO, int BLOCK_SIZE, int STAGE_TILES,
-          int STAGES, int TOKEN_WARPS, bool JOINED, int FILL_DELAY,
-          int SEQUENCE_COST>
+          int STAGES, int TOKEN_WARPS, bool JOINED, int FILL_DELAY, int SEQUENCE_COST>
 struct RingDecode {
   using Shape = RingShape<NUM_KV_HEADS, GQA_RATIO, TOKEN_WARPS>;
   using Layout = StageLayout<Format, NUM_KV_HEADS, BLOCK_SIZE, STAGE_TILES, JOINED>;
@@ -80,7 +80,8 @@ struct RingDecode {
     u32 end;  // of this sequence's part of the share
 
     static DEVICE Cursor first(const RingDecode& block) {
-      Cursor cursor = {sequence_at(block.shared.starts, block.lengths.num_seqs, block.begin), block.begin, 0};
+      Cursor cursor = {sequence_at(block.shared.starts, block.lengths.num_seqs, block.begin),
+                       block.begin, 0};
       cursor.enter_sequence(block);
       return cursor;
     }
@@ -120,8 +121,8 @@ struct RingDecode {
     }
   };
 
-  // Iteration counters of the ring, and whose turn it is to fetch. Turn j refills stage j % STAGES with the
-  // tiles of iteration j + STAGES, by warp j % WARPS.
+  // Iteration counters of the ring, and whose turn it is to fetch. Turn j refills stage j % STAGES with
+  // the tiles of iteration j + STAGES, by warp j % WARPS.
   struct Progress {
     Cursor fetching;             // this warp's next turn
     typename Ring::Order order;  // looked up for it
@@ -190,7 +191,8 @@ struct RingDecode {
 
   // The share's part of one sequence, from the cursor on; then the result, or this block's part of it.
   // Returns how many sequences this block has to merge, `merges` before.
-  DEVICE int run_segment(Progress& progress, const QueryRow<HEAD_DIM>& query, Cursor cursor, int merges) const {
+  DEVICE int run_segment(Progress& progress, const QueryRow<HEAD_DIM>& query, Cursor cursor,
+                         int merges) const {
     Warp warp;
     warp.begin(query, problem.score_scale * LOG2_E);
     bool invalid = false;

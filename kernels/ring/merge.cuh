@@ -1,7 +1,7 @@
 // Parts of sequences that several blocks share, and their merge by those same blocks.
 //
-// A part, in the planner's private workspace: o F32 [NUM_Q_HEADS, HEAD_DIM] (not normalised, V's operands
-// as they are) and, apart, (reference in log2 units, sum) F32 pairs [NUM_Q_HEADS].
+// A part, in the planner's private workspace: o F32 [NUM_Q_HEADS, HEAD_DIM] (not normalised, V's
+// operands as they are) and, apart, (reference in log2 units, sum) F32 pairs [NUM_Q_HEADS].
 #pragma once
 #include "attention/block_attention.cuh"
 #include "ring/plan.cuh"
@@ -26,8 +26,7 @@ struct Results {
 
   DEVICE void store_lse(u64 row, SoftmaxState state) const {
     if (lse == nullptr) return;
-    lse[row] = state.sum == 0.0f ? negative_infinity()
-                                 : (state.reference + log2f(state.sum)) * LN_2;
+    lse[row] = state.sum == 0.0f ? negative_infinity() : (state.reference + log2f(state.sum)) * LN_2;
   }
 };
 
@@ -50,10 +49,9 @@ struct PartSum {
   DEVICE void merge_lane(int lane_distance) {
     const SoftmaxState other = {__shfl_xor_sync(FULL_WARP, state.reference, lane_distance),
                                 __shfl_xor_sync(FULL_WARP, state.sum, lane_distance)};
-    const float4 other_o = make_float4(__shfl_xor_sync(FULL_WARP, o.x, lane_distance),
-                                       __shfl_xor_sync(FULL_WARP, o.y, lane_distance),
-                                       __shfl_xor_sync(FULL_WARP, o.z, lane_distance),
-                                       __shfl_xor_sync(FULL_WARP, o.w, lane_distance));
+    const float4 other_o = make_float4(
+        __shfl_xor_sync(FULL_WARP, o.x, lane_distance), __shfl_xor_sync(FULL_WARP, o.y, lane_distance),
+        __shfl_xor_sync(FULL_WARP, o.z, lane_distance), __shfl_xor_sync(FULL_WARP, o.w, lane_distance));
     merge(other, other_o);
   }
 };
@@ -87,13 +85,14 @@ struct PartMerge {
   };
 
   // Parts first, first + ROWS_AT_ONCE, ... of a head, dims dim .. dim + 3.
-  static DEVICE PartSum gather(const Parts& parts, const Sharers& sharers, u32 first, int head, int dim) {
+  static DEVICE PartSum gather(const Parts& parts, const Sharers& sharers, u32 first, int head,
+                               int dim) {
     PartSum total = PartSum::empty();
     for (u32 begin = first; begin < sharers.count; begin += BATCH * ROWS_AT_ONCE) {
       float2 state[BATCH];
       float4 o[BATCH];
       float target = total.state.reference;
-      UNROLL for (int b = 0; b < BATCH; b++) {
+    UNROLL for (int b = 0; b < BATCH; b++) {
         const u32 index = begin + b * ROWS_AT_ONCE;
         const bool exists = index < sharers.count;
         const u32 slot = sharers.slot_of(exists ? index : begin);

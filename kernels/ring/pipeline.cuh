@@ -1,11 +1,12 @@
-// Filling the ring. There is no producer warp: the warps take turns, each issuing the copies of one stage
-// in the middle of an iteration, between its use of K and its use of V.
+// Filling the ring. There is no producer warp: the warps take turns, each issuing the copies of one
+// stage in the middle of an iteration, between its use of K and its use of V.
 #pragma once
 #include "ptx.cuh"
 #include "ring/plan.cuh"
 #include "ring/stage.cuh"
 
-// A stage's worth of a sequence. `range` holds the tokens that count, cut off where the block's share ends.
+// A stage's worth of a sequence. `range` holds the tokens that count, cut off where the block's share
+// ends.
 struct Unit {
   u32 seq;
   u32 start;  // position of its first tile, a multiple of 16

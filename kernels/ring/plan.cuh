@@ -1,14 +1,15 @@
-// Who works on what, decided on the device from seq_lens alone, so that a captured graph serves any lengths.
+// Who works on what, decided on the device from seq_lens alone, so that a captured graph serves any
+// lengths.
 //
-// The tiles of 16 tokens of all sequences, one sequence after another, are dealt out to the blocks in equal
-// contiguous shares. A block thus meets whole sequences, and at most two that it shares with others: the one
-// it begins with and the one it ends with. Within its share a block takes as many tiles of one sequence at a
-// time as a stage holds.
+// The tiles of 16 tokens of all sequences, one sequence after another, are dealt out to the blocks in
+// equal contiguous shares. A block thus meets whole sequences, and at most two that it shares with
+// others: the one it begins with and the one it ends with. Within its share a block takes as many tiles
+// of one sequence at a time as a stage holds.
 //
-// Beginning a sequence takes a block some time, worth `sequence_cost` tiles. So that shares take equally long,
-// each sequence is counted with that many tiles more: it owns positions [start, start + cost + tiles), and its
-// first tile stands at start + cost. A share that begins among the first `cost` positions begins with the first
-// tile; one that ends there has nothing of the sequence.
+// Beginning a sequence takes a block some time, worth `sequence_cost` tiles. So that shares take equally
+// long, each sequence is counted with that many tiles more: it owns positions [start, start + cost +
+// tiles), and its first tile stands at start + cost. A share that begins among the first `cost`
+// positions begins with the first tile; one that ends there has nothing of the sequence.
 #pragma once
 #include "attention/fragments.cuh"
 #include "attention/lengths.cuh"
@@ -18,8 +19,8 @@ DEVICE u32 tiles_of(TokenRange range) {
   return (range.end + TILE_TOKENS - 1) / TILE_TOKENS - range.begin / TILE_TOKENS;
 }
 
-// starts[i] = position where sequence i begins, for i = 0 .. num_seqs, and a copy of seq_lens; by one warp.
-// A sequence without tiles has no positions.
+// starts[i] = position where sequence i begins, for i = 0 .. num_seqs, and a copy of seq_lens; by one
+// warp. A sequence without tiles has no positions.
 DEVICE void scan_sequences(const Lengths& lengths, u32 sequence_cost, u32* starts, i32* seq_lens) {
   const u32 lane = threadIdx.x % WARP_SIZE;
   u32 before = 0;
@@ -32,7 +33,7 @@ DEVICE void scan_sequences(const Lengths& lengths, u32 sequence_cost, u32* start
       const u32 tiles = tiles_of(lengths.range_of(length));
       sum = tiles == 0u ? 0u : tiles + sequence_cost;
     }
-    UNROLL for (u32 distance = 1; distance < WARP_SIZE; distance *= 2) {
+  UNROLL for (u32 distance = 1; distance < WARP_SIZE; distance *= 2) {
       const u32 left = __shfl_up_sync(FULL_WARP, sum, distance);
       if (lane >= distance) sum += left;
     }

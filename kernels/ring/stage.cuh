@@ -1,10 +1,10 @@
 // The ring of shared-memory stages that decode streams a cache through.
 //
-// A stage holds STAGE_TILES tiles of 16 tokens of one sequence, all KV heads: for each tile an image of K,
-// then one of V, each as it lies in the pool (rows [16, NUM_KV_HEADS, row], then the scale rows of formats
-// that have them). Bulk copies fetch it: one a run of tokens that are contiguous in a block, one more for
-// the run's scales where these lie apart. Destinations are 128-byte aligned; misaligned ones are 15 to 19 %
-// slower, which no padding against bank conflicts wins back.
+// A stage holds STAGE_TILES tiles of 16 tokens of one sequence, all KV heads: for each tile an image of
+// K, then one of V, each as it lies in the pool (rows [16, NUM_KV_HEADS, row], then the scale rows of
+// formats that have them). Bulk copies fetch it: one a run of tokens that are contiguous in a block, one
+// more for the run's scales where these lie apart. Destinations are 128-byte aligned; misaligned ones
+// are 15 to 19 % slower, which no padding against bank conflicts wins back.
 #pragma once
 #include "attention/fragments.cuh"
 #include "cache/geometry.cuh"
@@ -12,7 +12,9 @@
 DEVICE constexpr int greatest_common_divisor(int a, int b) {
   return b == 0 ? a : greatest_common_divisor(b, a % b);
 }
-DEVICE constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+DEVICE constexpr int round_up(int value, int multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 // JOINED: a block is exactly one tile with its scales right behind, so that both come in one copy.
 template <class Format, int NUM_KV_HEADS, int BLOCK_SIZE, int TILES, bool JOINED>
@@ -59,7 +61,8 @@ struct StageCopy {
                                 : run() * Layout::DATA_COPY_BYTES);
   }
   DEVICE u64 block_offset(const PoolGeometry& geometry, u32 token_in_block) const {
-    return is_scales() ? scale_offset(geometry, token_in_block, 0) : data_offset(geometry, token_in_block, 0);
+    return is_scales() ? scale_offset(geometry, token_in_block, 0)
+                       : data_offset(geometry, token_in_block, 0);
   }
 };
 

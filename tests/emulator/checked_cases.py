@@ -75,7 +75,9 @@ def store(gpu: EmulatorBackend, fault: int) -> None:
 def read_table(gpu: EmulatorBackend, fault: int) -> None:
     # A table inside a larger array: only the view counts.
     table = gpu.zeros((4, 5), np.int32)[:3]
-    launch(gpu, "faulty_bounds", "read_table", table, gpu.zeros(3, np.int32), 5, fault, grid=(3, 1, 1), block=1)
+    launch(
+        gpu, "faulty_bounds", "read_table", table, gpu.zeros(3, np.int32), 5, fault, grid=(3, 1, 1), block=1
+    )
 
 
 def copy(gpu: EmulatorBackend, fault: int) -> None:
@@ -142,7 +144,11 @@ def last_block_by_fences(gpu: EmulatorBackend, fault: int) -> None:
 
 def read_neighbour(gpu: EmulatorBackend, fault: int) -> None:
     """Twice: a counter that is not set back does no harm before the second launch."""
-    parts, counters, out = gpu.empty((3, 64), np.uint32), gpu.zeros(2, np.uint32), gpu.empty((3, 64), np.uint32)
+    parts, counters, out = (
+        gpu.empty((3, 64), np.uint32),
+        gpu.zeros(2, np.uint32),
+        gpu.empty((3, 64), np.uint32),
+    )
     for _ in range(2):
         launch(
             gpu, "faulty_blocks", "read_neighbour", parts, counters, out, fault,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from cupaged.backends.emulator import EmulatorBackend
+from cupaged.backends.emulator import EmulatorBackend, places
 from cupaged.errors import (
     ArgumentValueError,
     AsyncCopyFault,
@@ -148,7 +149,9 @@ def test_mistakes_are_found(mistake: Mistake, schedule: str) -> None:
         assert type(caught.value) is KernelFault
     text = str(caught.value)
     assert caught.value.kernel == mistake.case.__name__
-    assert text.startswith(f"{caught.value.kernel}, block {caught.value.block}, thread {caught.value.thread}, at ")
+    assert text.startswith(
+        f"{caught.value.kernel}, block {caught.value.block}, thread {caught.value.thread}, at "
+    )
     assert any(all(line in text for line in lines) for lines in mistake.named()), text
     assert mistake.text in text
 
@@ -171,19 +174,17 @@ def test_both_parties_are_named() -> None:
     assert (caught.value.block, caught.value.thread) == ((1, 0, 0), (0, 0, 0))
     line = place("faulty_blocks", "own cell")
     assert str(caught.value) == (
-        f"own_cells, block (1, 0, 0), thread (0, 0, 0), at {line}: data race: nothing orders this 4-byte write "
-        f"of parameter 'out' at byte 0 after the write by block (0, 0, 0), thread (0, 0, 0) at {line}"
+        f"own_cells, block (1, 0, 0), thread (0, 0, 0), at {line}: data race: nothing orders this 4-byte "
+        f"write of parameter 'out' at byte 0 after the write by block (0, 0, 0), thread (0, 0, 0) at {line}"
     )
 
 
 def test_places_without_addr2line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cupaged.backends.emulator.places.shutil.which", lambda name: None)
-    monkeypatch.setattr(
-        "cupaged.backends.emulator.places._source_lines",
-        __import__("cupaged.backends.emulator.places", fromlist=["_"])._source_lines.__wrapped__,
-    )
+    monkeypatch.setattr(places, "TOOLS", ())
+    places.source_lines.cache_clear()
     with pytest.raises(DataRaceFault, match=r"at own_cells_\w+\.so\+0x[0-9a-f]+ \(install addr2line"):
         cases.own_cells(EmulatorBackend(check="full"), 1)
+    places.source_lines.cache_clear()
 
 
 # ---- what pointers stand for
@@ -213,7 +214,7 @@ def test_sized_pointers_stand_for_their_bytes() -> None:
 def test_unknown_addresses_are_refused() -> None:
     gpu = EmulatorBackend(check="full")
     foreign = np.zeros(64, np.uint32)
-    with pytest.raises(ArgumentValueError, match="in: got the address 0x.*DevicePtr"):
+    with pytest.raises(ArgumentValueError, match=r"in: got the address 0x.*DevicePtr"):
         copy_words(gpu, foreign.ctypes.data, gpu.zeros(32, np.uint32))
     copy_words(gpu, foreign, gpu.zeros(32, np.uint32))
 
@@ -236,8 +237,6 @@ def test_overlapping_views() -> None:
 
 
 def test_launches_from_many_threads_wait_for_each_other() -> None:
-    import threading
-
     gpu = EmulatorBackend(check="full")
     cases.bulk_stream(gpu, 0)
     failures: list[BaseException] = []

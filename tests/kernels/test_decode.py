@@ -72,7 +72,9 @@ def test_two_keys(rig: Rig, fmt: CacheFormat, splits: int, head_dim: int) -> Non
 @paths
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("gqa_ratio", [1, 3, 4, 7, 8, 16])
-def test_random_against_float64(rig: Rig, fmt: CacheFormat, splits: int, head_dim: int, gqa_ratio: int) -> None:
+def test_random_against_float64(
+    rig: Rig, fmt: CacheFormat, splits: int, head_dim: int, gqa_ratio: int
+) -> None:
     case = random_case(fmt, [1, 100, 37, 260], Shape(2 * gqa_ratio, 2, head_dim, 16))
     _check(rig, case, case.expected()[0], splits)
 

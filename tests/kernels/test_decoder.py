@@ -59,7 +59,9 @@ def _check(rig: Rig, case: PagedCase) -> None:
 
 
 @formats
-@pytest.mark.parametrize("heads", [(8, 8), (9, 3), (4, 1), (28, 4), (16, 1), (32, 2), (32, 8), (7, 1)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(8, 8), (9, 3), (4, 1), (28, 4), (16, 1), (32, 2), (32, 8), (7, 1)], ids=str
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_heads(rig: Rig, fmt: CacheFormat, heads: tuple[int, int], head_dim: int) -> None:
     _check(rig, random_case(fmt, LENGTHS, Shape(*heads, head_dim, 16)))

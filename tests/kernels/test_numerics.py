@@ -50,9 +50,7 @@ def test_encoders(rig: Rig) -> None:
     np.testing.assert_array_equal(rig.download(e4m3), encode_e4m3(values))
     np.testing.assert_array_equal(rig.download(e2m1), encode_e2m1(values))
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(
-            rig.download(bf16), values.astype(ml_dtypes.bfloat16).view(np.uint16)
-        )
+        np.testing.assert_array_equal(rig.download(bf16), values.astype(ml_dtypes.bfloat16).view(np.uint16))
     np.testing.assert_array_equal(rig.download(bf16), encode_bf16(values))
 
 
@@ -62,7 +60,12 @@ def test_e2m1_times_every_scale_is_exact(rig: Rig) -> None:
     grid_words, grid_scales = (a.reshape(-1) for a in np.meshgrid(words, finite))
     decoded = rig.gpu.zeros(8 * len(grid_words), np.float32)
     _launch(
-        rig, "decode_e2m1", len(grid_words), rig.gpu.asarray(grid_words), rig.gpu.asarray(grid_scales), decoded
+        rig,
+        "decode_e2m1",
+        len(grid_words),
+        rig.gpu.asarray(grid_words),
+        rig.gpu.asarray(grid_scales),
+        decoded,
     )
     codes = (grid_words[:, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
     expected = np.array(E2M1_TABLE)[codes] * np.array(E4M3_TABLE)[grid_scales][:, None]

@@ -136,7 +136,7 @@ class EmulatorBackend(HandleFactory):
         block: tuple[int, int, int],
         shared_mem: int,
         params: int,
-        stream: int,  # noqa: ARG002
+        stream: int,
         arguments: Mapping[int, Any],
         cooperative: bool = False,
         overlapping: bool = False,
@@ -194,7 +194,7 @@ class EmulatorBackend(HandleFactory):
             raise ArgumentTypeError(f"array: got {type(array).__name__}, allowed is a NumPy array")
         return np.array(array)
 
-    def memset(self, pointer: int, value: int, num_bytes: int, stream: int) -> None:  # noqa: ARG002
+    def memset(self, pointer: int, value: int, num_bytes: int, stream: int) -> None:
         """Fill bytes."""
         memory.fill(pointer, value, num_bytes)
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+TOOLS = ("addr2line", "llvm-addr2line")
 _INCLUDE = Path(__file__).resolve().parent / "include"
 _GENERATED = "library.cpp"
 _MAX_CALLERS = 4
@@ -21,7 +22,7 @@ def describe_place(library: Path, offset: int) -> str:
 
     Without ``addr2line`` (which comes with g++, in binutils): library and offset.
     """
-    lines = _source_lines(library, offset)
+    lines = source_lines(library, offset)
     if not lines:
         return f"{library.name}+{offset:#x} (install addr2line for file and line)"
     if len(lines) == 1:
@@ -30,9 +31,9 @@ def describe_place(library: Path, offset: int) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _source_lines(library: Path, offset: int) -> tuple[str, ...]:
+def source_lines(library: Path, offset: int) -> tuple[str, ...]:
     """Innermost first; the emulator's own headers and the generated file around the kernel left out."""
-    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
+    tool = next(filter(None, map(shutil.which, TOOLS)), None)
     if tool is None:
         return ()
     # The call itself ends before the address it returns to.

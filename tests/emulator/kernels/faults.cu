@@ -11,7 +11,7 @@ extern "C" __global__ void stuck(u32* out) {
 extern "C" __global__ void half_a_warp(u32* out) {
   u32 value = threadIdx.x;
   if (threadIdx.x < 16) value = __shfl_xor_sync(FULL_WARP, value, 1);  // here: half a shuffle
-  __syncwarp();  // here: whole warp
+  __syncwarp();                                                        // here: whole warp
   out[threadIdx.x] = value;
 }
 

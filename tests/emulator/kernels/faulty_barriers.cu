@@ -1,5 +1,5 @@
-// Kernels with a mistake to choose: `fault` 0 is right. Comments "here: name" mark the lines that reports
-// must name.
+// Kernels with a mistake to choose: `fault` 0 is right. Comments "here: name" mark the lines that
+// reports must name.
 #include "ptx.cuh"
 
 constexpr u32 THREADS = 64;
@@ -68,7 +68,7 @@ extern "C" __global__ void pack_bytes(u8* out, u32 fault) {
   __shared__ __align__(8) u8 packed[2 * THREADS];
   const u32 i = threadIdx.x;
   const u32 at = fault == 1 && i == 40 ? 7 : (i % 8) * (THREADS / 8) + i / 8;
-  packed[at] = static_cast<u8>(i);             // here: pack shared
+  packed[at] = static_cast<u8>(i);              // here: pack shared
   out[blockIdx.x * THREADS + at] = packed[at];  // here: pack global
   __syncthreads();
   const u32 next = (at + 1) % THREADS;

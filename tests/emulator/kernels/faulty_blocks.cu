@@ -1,5 +1,5 @@
-// Kernels whose blocks work together, with a mistake to choose: `fault` 0 is right. Comments "here: name"
-// mark the lines that reports must name.
+// Kernels whose blocks work together, with a mistake to choose: `fault` 0 is right. Comments "here:
+// name" mark the lines that reports must name.
 #include "ptx.cuh"
 
 // fault 1: all blocks write one cell.
@@ -30,7 +30,8 @@ extern "C" __global__ void last_block_sums(u32* parts, u32* counter, u32* out, u
   __syncthreads();
   if (!is_last) return;
   u32 sum = 0;
-  for (u32 i = threadIdx.x; i < gridDim.x * blockDim.x; i += blockDim.x) sum += parts[i];  // here: part read
+  for (u32 i = threadIdx.x; i < gridDim.x * blockDim.x; i += blockDim.x)
+    sum += parts[i];  // here: part read
   atomicAdd(out, sum);
 }
 
@@ -51,8 +52,8 @@ extern "C" __global__ void last_block_by_fences(u32* parts, u32* counter, u32* o
   atomicAdd(out, sum);
 }
 
-// Co-operative: every block reads what its neighbour wrote, once all have arrived. counter u32 [1] is zero
-// between launches. fault 1: nobody sets it back.
+// Co-operative: every block reads what its neighbour wrote, once all have arrived. counter u32 [1] is
+// zero between launches. fault 1: nobody sets it back.
 extern "C" __global__ void read_neighbour(u32* parts, u32* counters, u32* out, u32 fault) {
   parts[blockIdx.x * blockDim.x + threadIdx.x] = blockIdx.x;  // here: neighbour write
   __syncthreads();

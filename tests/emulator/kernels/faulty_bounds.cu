@@ -1,15 +1,16 @@
-// Kernels with a mistake to choose: `fault` 0 is right. Comments "here: name" mark the lines that reports
-// must name.
+// Kernels with a mistake to choose: `fault` 0 is right. Comments "here: name" mark the lines that
+// reports must name.
 #include "ptx.cuh"
 
-// fault 1: one element past the end; 2: one before the beginning; 3: an atomic past the end; 4: half of a
-// vector past the end.
+// fault 1: one element past the end; 2: one before the beginning; 3: an atomic past the end; 4: half of
+// a vector past the end.
 extern "C" __global__ void store(u32* out, u32 count, u32 fault) {
   const u32 i = threadIdx.x;
   u32* const cell = fault == 1 ? out + 1 + i : fault == 2 && i == 3 ? out - 1 : out + i;
-  if (i < count && fault != 4) *cell = i;  // here: store
+  if (i < count && fault != 4) *cell = i;                // here: store
   if (fault == 3 && i == 0) atomicAdd(out + count, 1u);  // here: store atomic
-  if (fault == 4 && i == 0) *reinterpret_cast<uint2*>(out + count - 1) = make_uint2(1, 2);  // here: store wide
+  if (fault == 4 && i == 0)
+    *reinterpret_cast<uint2*>(out + count - 1) = make_uint2(1, 2);  // here: store wide
 }
 
 // Adds up the blocks' numbers of one row of a table i32 [rows, columns]. fault 1: one column too many.
@@ -26,8 +27,8 @@ extern "C" __global__ void copy(const u32* in, u32* out, u32 fault) {
   if (fault == 1) const_cast<u32*>(in)[threadIdx.x] = 0;  // here: const write
 }
 
-// fault 1: an index outside a static array; 2: outside dynamic memory; 3: outside all static memory, by a
-// pointer.
+// fault 1: an index outside a static array; 2: outside dynamic memory; 3: outside all static memory, by
+// a pointer.
 extern "C" __global__ void index_shared(u32* out, u32 fault) {
   __shared__ u32 cells[32];
   DYNAMIC_SHARED(u32, more);

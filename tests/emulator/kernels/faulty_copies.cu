@@ -1,5 +1,5 @@
-// Kernels with a mistake to choose: `fault` 0 is right. Comments "here: name" mark the lines that reports
-// must name.
+// Kernels with a mistake to choose: `fault` 0 is right. Comments "here: name" mark the lines that
+// reports must name.
 #include "ptx.cuh"
 
 constexpr u32 STAGES = 3, TILE = 64;
@@ -24,12 +24,14 @@ extern "C" __global__ void load_fragments(const u16* in, u32* out, u32 fault) {
   for (int k = 0; k < 4; k++) out[4 * lane + k] = fragment[k];
 }
 
-// A ring of cp.async stages. fault 1: waits for too few groups; 2: no barrier before a stage is refilled.
+// A ring of cp.async stages. fault 1: waits for too few groups; 2: no barrier before a stage is
+// refilled.
 extern "C" __global__ void stream(const float4* in, float4* out, u32 tiles, u32 fault) {
   __shared__ float4 ring[STAGES][TILE];
   const u32 i = threadIdx.x;
   const auto issue = [&](u32 tile) {
-    if (tile < tiles) ptx::cp_async_16(&ring[tile % STAGES][i], in + tile * TILE + i);  // here: stream copy
+    if (tile < tiles)
+      ptx::cp_async_16(&ring[tile % STAGES][i], in + tile * TILE + i);  // here: stream copy
     ptx::cp_async_commit();
   };
   for (u32 tile = 0; tile < STAGES - 1; tile++) issue(tile);
@@ -49,8 +51,8 @@ extern "C" __global__ void stream(const float4* in, float4* out, u32 tiles, u32 
   out[i] = sum;
 }
 
-// A ring of bulk copies: thread 0 produces, warps 1 and 2 consume. fault 1: the producer does not wait for
-// an empty stage; 2: consumers release a stage before they read it; 3: consumers wait for the phase
+// A ring of bulk copies: thread 0 produces, warps 1 and 2 consume. fault 1: the producer does not wait
+// for an empty stage; 2: consumers release a stage before they read it; 3: consumers wait for the phase
 // before; 4: one lane releases for its warp without __syncwarp; 5: too many bytes expected; 6: too few;
 // 7: a misaligned target; 8: a source past the end; 9: a consumer waits for another stage; 10: the
 // barriers are used before all threads know of their initialisation.

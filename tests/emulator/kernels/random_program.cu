@@ -13,8 +13,9 @@ DEVICE u32 access(u8* cells, u32 at, bool write) {
   return static_cast<u32>(*cell);
 }
 
-// program u32 [steps, blockDim.x]: kind + (offset << 8) + (log2 of bytes << 16). Kinds: 0 nothing, 1 read,
-// 2 write, 3 atomic update of 4 bytes, 4 __syncthreads, 5 __syncwarp. masks u32 [steps, blockDim.x]: of 5.
+// program u32 [steps, blockDim.x]: kind + (offset << 8) + (log2 of bytes << 16). Kinds: 0 nothing, 1
+// read, 2 write, 3 atomic update of 4 bytes, 4 __syncthreads, 5 __syncwarp. masks u32 [steps,
+// blockDim.x]: of 5.
 extern "C" __global__ void run_program(const u32* program, const u32* masks, u32* out, u32 steps) {
   __shared__ __align__(8) u8 cells[CELL_BYTES];
   if (threadIdx.x == 0) {

@@ -5,7 +5,8 @@
 #include "emulator/interface.h"
 
 #ifdef CUPAGED_EMULATOR_CHECK
-// The places in reports are those that call the emulator's functions, which must not be calls themselves.
+// The places in reports are those that call the emulator's functions, which must not be calls
+// themselves.
 #define inline inline __attribute__((always_inline))
 #endif
 #include "emulator/atomics.h"

@@ -131,7 +131,7 @@ DEVICE u32 atomic_inc_acq_rel(u32* pointer, u32 limit) {
 DEVICE uint4 load_streaming_16(const void* pointer) { return *static_cast<const uint4*>(pointer); }
 
 // A delay tunes when a GPU's requests go out; there is nothing to tune here.
-inline void delay_cycles(uint32_t) {}
+DEVICE void delay_cycles(u32 cycles) { static_cast<void>(cycles); }
 
 DEVICE void spin_pause() { cupaged_emulator::yield("spin_pause", nullptr, false); }
 

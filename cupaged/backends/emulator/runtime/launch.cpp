@@ -277,7 +277,8 @@ bool refuse(const LaunchRequest& request, Report& report) {
                static_cast<unsigned long long>(shared), MAX_SHARED_BYTES);
 #ifdef CUPAGED_EMULATOR_CHECK
   } else if (blocks > MAX_CHECKED_THREADS / (2 * threads + 3 * WARP_LANES)) {
-    report.set(FaultKind::launch, nullptr, "check mode can tell the threads of %llu blocks no more apart",
+    report.set(FaultKind::launch, nullptr,
+               "check mode can tell the threads of %llu blocks no more apart",
                static_cast<unsigned long long>(blocks));
 #endif
   } else if (request.cooperative != 0 && blocks * threads > MAX_RESIDENT_THREADS) {

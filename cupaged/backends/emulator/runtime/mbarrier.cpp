@@ -78,9 +78,7 @@ void advance(Block& block, uint64_t* barrier, BarrierState state) {
   write_state(barrier, state);
 }
 
-void land(const BulkCopy& copy) {
-  memcpy(copy.shared, copy.global, copy.bytes);
-}
+void land(const BulkCopy& copy) { memcpy(copy.shared, copy.global, copy.bytes); }
 
 // Called when a phase lacks only bytes: lets its copies land, once all of them are on their way.
 void land_copies(Block& block, uint64_t* barrier, BarrierState state) {

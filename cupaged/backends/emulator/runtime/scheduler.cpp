@@ -218,8 +218,8 @@ namespace {
 
 constexpr unsigned MOST_UNYIELDED = 16;
 
-// A thread gives way where it looks at the same thing again, and has to. At its first look, or when it has
-// changed something, it goes on: thus what needs no waiting, and should, is seen not to wait.
+// A thread gives way where it looks at the same thing again, and has to. At its first look, or when it
+// has changed something, it goes on: thus what needs no waiting, and should, is seen not to wait.
 bool goes_on(Fiber& self, const void* address, bool progress) {
   const bool looks_again = !progress && (address == nullptr || address == self.polled);
   if (!progress) self.polled = address;

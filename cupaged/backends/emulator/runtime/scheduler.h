@@ -42,7 +42,8 @@ struct Fiber : ThreadView {
   // What a yielding thread spins on, for reports.
   const char* spin_name = nullptr;
   const void* spin_address = nullptr;
-  // What it looked at last without waiting, and how often in a row it went on where others might have run.
+  // What it looked at last without waiting, and how often in a row it went on where others might have
+  // run.
   const void* polled = nullptr;
   unsigned unyielded = 0;
   ThreadCopies copies;

@@ -33,18 +33,17 @@ extern CUPAGED_EMULATOR_API __thread ThreadView* current __attribute__((tls_mode
 #ifdef CUPAGED_EMULATOR_CHECK
 // Calls, because check mode would take loads of `current` for the kernel's own. The answers never change
 // for a thread.
-#define CUPAGED_OF_THREAD(TYPE, NAME, FIELD) \
-  CUPAGED_EMULATOR_API __attribute__((const)) TYPE NAME();
+#define CUPAGED_OF_THREAD(TYPE, NAME, FIELD) CUPAGED_EMULATOR_API __attribute__((const)) TYPE NAME();
 #else
 #define CUPAGED_OF_THREAD(TYPE, NAME, FIELD) \
   inline TYPE NAME() { return current->FIELD; }
 #endif
-#define CUPAGED_OF_ALL_THREADS                                     \
-  CUPAGED_OF_THREAD(uint3, thread_index, thread_index)             \
-  CUPAGED_OF_THREAD(unsigned, lane_of_thread, lane)                \
-  CUPAGED_OF_THREAD(uint3, block_index, block->block_index)        \
-  CUPAGED_OF_THREAD(dim3, block_dim, block->block_dim)             \
-  CUPAGED_OF_THREAD(dim3, grid_dim, block->grid_dim)               \
+#define CUPAGED_OF_ALL_THREADS                              \
+  CUPAGED_OF_THREAD(uint3, thread_index, thread_index)      \
+  CUPAGED_OF_THREAD(unsigned, lane_of_thread, lane)         \
+  CUPAGED_OF_THREAD(uint3, block_index, block->block_index) \
+  CUPAGED_OF_THREAD(dim3, block_dim, block->block_dim)      \
+  CUPAGED_OF_THREAD(dim3, grid_dim, block->grid_dim)        \
   CUPAGED_OF_THREAD(void*, dynamic_shared, block->dynamic_shared)
 CUPAGED_OF_ALL_THREADS
 #undef CUPAGED_OF_THREAD
@@ -87,8 +86,9 @@ CUPAGED_EMULATOR_API void bulk_copy(void* shared, const void* global, uint32_t b
 
 // ---- scheduling
 
-// Let other threads run, now or at the next such call. `what` and `address` name the instruction in reports. `progress`: memory
-// was changed; launches in which nothing but such calls without progress happens are stopped.
+// Let other threads run, now or at the next such call. `what` and `address` name the instruction in
+// reports. `progress`: memory was changed; launches in which nothing but such calls without progress
+// happens are stopped.
 CUPAGED_EMULATOR_API void yield(const char* what, const void* address, bool progress);
 CUPAGED_EMULATOR_API uint64_t clock_ticks();
 // Stops the launch with a report about the calling thread.

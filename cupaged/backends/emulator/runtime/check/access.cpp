@@ -29,7 +29,8 @@ Described describe(const Block& block, const Stamp& stamp) {
   uint32_t thread = OwnerLayout::thread_of(stamp.lanes);
   // Of several lanes any may be named; the running one cannot be meant.
   uint32_t lanes = stamp.lanes;
-  if (stamp.owner == block.fibers[0].check.first_owner + running().warp->index) lanes &= ~running().bit();
+  if (stamp.owner == block.fibers[0].check.first_owner + running().warp->index)
+    lanes &= ~running().bit();
   if (!is_bulk) thread = warp * WARP_LANES + static_cast<uint32_t>(__builtin_ctz(lanes));
   const dim3 dim = block.block_dim, grid = block.grid_dim;
   char text[200];
@@ -48,10 +49,11 @@ Described describe(const Block& block, const Stamp& stamp) {
   if (is_courier) mine += " by an asynchronous copy";
   const std::string where = session.name_of(block, address);
   if (by.is_copy && writes(other.access))
-    check_fault(FaultKind::async_copy, site, other.stamp.site,
-                "%zu-byte %s of %s, into which an asynchronous copy issued by %s at @other@ has not been "
-                "waited for",
-                bytes, mine.c_str(), where.c_str(), by.text.c_str());
+    check_fault(
+        FaultKind::async_copy, site, other.stamp.site,
+        "%zu-byte %s of %s, into which an asynchronous copy issued by %s at @other@ has not been "
+        "waited for",
+        bytes, mine.c_str(), where.c_str(), by.text.c_str());
   check_fault(FaultKind::data_race, site, other.stamp.site,
               "data race: nothing orders this %zu-byte %s of %s after the %s%s by %s at @other@", bytes,
               mine.c_str(), where.c_str(), by.is_copy ? "asynchronous copy's " : "",
@@ -60,8 +62,8 @@ Described describe(const Block& block, const Stamp& stamp) {
 
 [[noreturn]] void report_outside(uintptr_t address, size_t bytes, Access access, const void* site) {
   const std::string nearest = session.nearest_to(*running().home, address, bytes);
-  check_fault(FaultKind::out_of_bounds, site, 0, "%zu-byte %s outside every buffer of the launch: %s", bytes,
-              name_of(access), nearest.c_str());
+  check_fault(FaultKind::out_of_bounds, site, 0, "%zu-byte %s outside every buffer of the launch: %s",
+              bytes, name_of(access), nearest.c_str());
 }
 
 // Memory that lies in one piece from `first` on.
@@ -75,8 +77,8 @@ bool find_shared(uintptr_t address, uintptr_t first, size_t bytes, Granule* gran
 bool find_target(Block& block, uintptr_t address, Target* target) {
   BlockState& state = block.check;
   const StaticShared& fixed = block.worker->static_shared;
-  return find_shared(address, reinterpret_cast<uintptr_t>(block.dynamic_shared), block.dynamic_shared_bytes,
-                     state.dynamic_granules, block, target) ||
+  return find_shared(address, reinterpret_cast<uintptr_t>(block.dynamic_shared),
+                     block.dynamic_shared_bytes, state.dynamic_granules, block, target) ||
          find_shared(address, reinterpret_cast<uintptr_t>(fixed.data()), fixed.bytes(),
                      state.static_granules, block, target) ||
          session.find(address, target);
@@ -95,8 +97,8 @@ void visit_granules(const Target& target, uintptr_t address, size_t bytes, const
     const Finding finding = visit_granule(*granule, *target.space, visit, mask, &other);
     if (__builtin_expect(finding != Finding::nothing, 0)) {
       if (finding == Finding::race) report_race(address, bytes, visit, other, site);
-      check_fault(FaultKind::uninitialised_shared, site, 0, "%zu-byte %s of %s, which nothing wrote", bytes,
-                  name_of(visit.access), session.name_of(*running().home, at).c_str());
+      check_fault(FaultKind::uninitialised_shared, site, 0, "%zu-byte %s of %s, which nothing wrote",
+                  bytes, name_of(visit.access), session.name_of(*running().home, at).c_str());
     }
     at = next;
   }
@@ -116,8 +118,8 @@ void check_visit(Block& block, uintptr_t address, size_t bytes, const Visit& vis
     report_outside(address, bytes, visit.access, site);
   }
   if (target.granules == nullptr && writes(visit.access))
-    check_fault(FaultKind::out_of_bounds, site, 0, "%zu-byte %s of %s, which is a pointer to const", bytes,
-                name_of(visit.access), session.name_of(block, address).c_str());
+    check_fault(FaultKind::out_of_bounds, site, 0, "%zu-byte %s of %s, which is a pointer to const",
+                bytes, name_of(visit.access), session.name_of(block, address).c_str());
   const size_t here = address + bytes <= target.end ? bytes : target.end - address;
   if (target.granules != nullptr) {
     visit_granules(target, address, here, visit, site);

@@ -21,8 +21,8 @@ void check_courier(const void* address, size_t bytes, Access access, const Stamp
 
 // Stops the launch with a report about the running thread at `site`. In the text, "@other@" stands for
 // the place `other_site` in the kernel's code.
-[[noreturn]] void check_fault(FaultKind kind, const void* site, uint32_t other_site, const char* format, ...)
-    __attribute__((format(printf, 4, 5)));
+[[noreturn]] void check_fault(FaultKind kind, const void* site, uint32_t other_site, const char* format,
+                              ...) __attribute__((format(printf, 4, 5)));
 
 }  // namespace check
 }  // namespace cupaged_emulator

@@ -18,8 +18,9 @@ bool BlockClock::knows(unsigned first, uint32_t lanes, Time time) const {
 
 const BlockClock* Clock::of(uint32_t block) const {
   if (parts.size() == 1) return parts[0].block == block ? parts[0].known.get() : nullptr;
-  const auto found = std::lower_bound(parts.begin(), parts.end(), block,
-                                      [](const Part& part, uint32_t wanted) { return part.block < wanted; });
+  const auto found =
+      std::lower_bound(parts.begin(), parts.end(), block,
+                       [](const Part& part, uint32_t wanted) { return part.block < wanted; });
   return found != parts.end() && found->block == block ? found->known.get() : nullptr;
 }
 

@@ -1,9 +1,9 @@
 // Vector clocks: what is known to have happened before something.
 //
 // Time is one number for the whole launch; every event that orders memory takes a later one. A thread
-// stamps its accesses with the time of its own last such event, so lanes that synchronised together share
-// a stamp. Clocks never change once they are shared: threads that learnt the same hold the same object,
-// and joining the same two again costs nothing.
+// stamps its accesses with the time of its own last such event, so lanes that synchronised together
+// share a stamp. Clocks never change once they are shared: threads that learnt the same hold the same
+// object, and joining the same two again costs nothing.
 //
 // Asynchronous copies are made by "couriers", which have places in a clock like threads: one for each
 // thread's cp.async and one for each mbarrier's bulk copies. Waiting for a copy is learning about it.

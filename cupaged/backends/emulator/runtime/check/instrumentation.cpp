@@ -45,9 +45,11 @@ struct OutOfBounds {
 
 void report_type_mismatch(const TypeMismatch& data, uintptr_t address, const void* site) {
   if (address == 0)
-    check_fault(FaultKind::out_of_bounds, site, 0, "access to %s through a null pointer", data.type->name);
-  check_fault(FaultKind::misaligned, site, 0, "access to %s at address %p, which is not a multiple of %lu",
-              data.type->name, reinterpret_cast<void*>(address), 1ul << data.log_alignment);
+    check_fault(FaultKind::out_of_bounds, site, 0, "access to %s through a null pointer",
+                data.type->name);
+  check_fault(FaultKind::misaligned, site, 0,
+              "access to %s at address %p, which is not a multiple of %lu", data.type->name,
+              reinterpret_cast<void*>(address), 1ul << data.log_alignment);
 }
 
 // Small indices come as they are, 128-bit ones by address.
@@ -77,22 +79,22 @@ CUPAGED_EMULATOR_API void __tsan_init() {}
 CUPAGED_EMULATOR_API void __tsan_func_entry(void*) {}
 CUPAGED_EMULATOR_API void __tsan_func_exit() {}
 
-#define CUPAGED_PLAIN(BYTES)                                                     \
-  CUPAGED_EMULATOR_API void __tsan_read##BYTES(void* address) {                  \
-    touched(address, BYTES, Access::read, CALLER);                               \
-  }                                                                              \
-  CUPAGED_EMULATOR_API void __tsan_write##BYTES(void* address) {                 \
-    touched(address, BYTES, Access::write, CALLER);                              \
-  }                                                                              \
-  CUPAGED_EMULATOR_API void __tsan_read_write##BYTES(void* address) {            \
-    touched(address, BYTES, Access::read, CALLER);                               \
-    touched(address, BYTES, Access::write, CALLER);                              \
-  }                                                                              \
-  CUPAGED_EMULATOR_API void __tsan_volatile_read##BYTES(void* address) {         \
-    touched_volatile(address, BYTES, Access::atomic_read, CALLER);               \
-  }                                                                              \
-  CUPAGED_EMULATOR_API void __tsan_volatile_write##BYTES(void* address) {        \
-    touched_volatile(address, BYTES, Access::atomic_write, CALLER);              \
+#define CUPAGED_PLAIN(BYTES)                                              \
+  CUPAGED_EMULATOR_API void __tsan_read##BYTES(void* address) {           \
+    touched(address, BYTES, Access::read, CALLER);                        \
+  }                                                                       \
+  CUPAGED_EMULATOR_API void __tsan_write##BYTES(void* address) {          \
+    touched(address, BYTES, Access::write, CALLER);                       \
+  }                                                                       \
+  CUPAGED_EMULATOR_API void __tsan_read_write##BYTES(void* address) {     \
+    touched(address, BYTES, Access::read, CALLER);                        \
+    touched(address, BYTES, Access::write, CALLER);                       \
+  }                                                                       \
+  CUPAGED_EMULATOR_API void __tsan_volatile_read##BYTES(void* address) {  \
+    touched_volatile(address, BYTES, Access::atomic_read, CALLER);        \
+  }                                                                       \
+  CUPAGED_EMULATOR_API void __tsan_volatile_write##BYTES(void* address) { \
+    touched_volatile(address, BYTES, Access::atomic_write, CALLER);       \
   }
 CUPAGED_PLAIN(1)
 CUPAGED_PLAIN(2)
@@ -132,39 +134,39 @@ CUPAGED_EMULATOR_API void __tsan_write_range(void* address, size_t bytes) {
 }
 
 // The emulator's headers say themselves what their atomics do (note_atomic): here they only happen.
-#define CUPAGED_ATOMIC_UPDATE(BITS, NAME)                                               \
-  CUPAGED_EMULATOR_API uint##BITS##_t __tsan_atomic##BITS##_fetch_##NAME(               \
-      volatile uint##BITS##_t* address, uint##BITS##_t value, int) {                    \
-    return __atomic_fetch_##NAME(address, value, __ATOMIC_SEQ_CST);                     \
+#define CUPAGED_ATOMIC_UPDATE(BITS, NAME)                                 \
+  CUPAGED_EMULATOR_API uint##BITS##_t __tsan_atomic##BITS##_fetch_##NAME( \
+      volatile uint##BITS##_t* address, uint##BITS##_t value, int) {      \
+    return __atomic_fetch_##NAME(address, value, __ATOMIC_SEQ_CST);       \
   }
-#define CUPAGED_ATOMICS(BITS)                                                                      \
-  CUPAGED_EMULATOR_API uint##BITS##_t __tsan_atomic##BITS##_load(                                  \
-      const volatile uint##BITS##_t* address, int) {                                               \
-    return __atomic_load_n(address, __ATOMIC_SEQ_CST);                                             \
-  }                                                                                                \
-  CUPAGED_EMULATOR_API void __tsan_atomic##BITS##_store(volatile uint##BITS##_t* address,          \
-                                                        uint##BITS##_t value, int) {               \
-    __atomic_store_n(address, value, __ATOMIC_SEQ_CST);                                            \
-  }                                                                                                \
-  CUPAGED_EMULATOR_API uint##BITS##_t __tsan_atomic##BITS##_exchange(                              \
-      volatile uint##BITS##_t* address, uint##BITS##_t value, int) {                               \
-    return __atomic_exchange_n(address, value, __ATOMIC_SEQ_CST);                                  \
-  }                                                                                                \
-  CUPAGED_EMULATOR_API int __tsan_atomic##BITS##_compare_exchange_strong(                          \
-      volatile uint##BITS##_t* address, uint##BITS##_t* expected, uint##BITS##_t value, int, int) { \
-    return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST,          \
-                                       __ATOMIC_SEQ_CST);                                          \
-  }                                                                                                \
-  CUPAGED_EMULATOR_API int __tsan_atomic##BITS##_compare_exchange_weak(                            \
-      volatile uint##BITS##_t* address, uint##BITS##_t* expected, uint##BITS##_t value, int, int) { \
-    return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST,          \
-                                       __ATOMIC_SEQ_CST);                                          \
-  }                                                                                                \
-  CUPAGED_ATOMIC_UPDATE(BITS, add)                                                                 \
-  CUPAGED_ATOMIC_UPDATE(BITS, sub)                                                                 \
-  CUPAGED_ATOMIC_UPDATE(BITS, and)                                                                 \
-  CUPAGED_ATOMIC_UPDATE(BITS, or)                                                                  \
-  CUPAGED_ATOMIC_UPDATE(BITS, xor)                                                                 \
+#define CUPAGED_ATOMICS(BITS)                                                                          \
+  CUPAGED_EMULATOR_API uint##BITS##_t __tsan_atomic##BITS##_load(                                      \
+      const volatile uint##BITS##_t* address, int) {                                                   \
+    return __atomic_load_n(address, __ATOMIC_SEQ_CST);                                                 \
+  }                                                                                                    \
+  CUPAGED_EMULATOR_API void __tsan_atomic##BITS##_store(volatile uint##BITS##_t* address,              \
+                                                        uint##BITS##_t value, int) {                   \
+    __atomic_store_n(address, value, __ATOMIC_SEQ_CST);                                                \
+  }                                                                                                    \
+  CUPAGED_EMULATOR_API uint##BITS##_t __tsan_atomic##BITS##_exchange(volatile uint##BITS##_t* address, \
+                                                                     uint##BITS##_t value, int) {      \
+    return __atomic_exchange_n(address, value, __ATOMIC_SEQ_CST);                                      \
+  }                                                                                                    \
+  CUPAGED_EMULATOR_API int __tsan_atomic##BITS##_compare_exchange_strong(                              \
+      volatile uint##BITS##_t* address, uint##BITS##_t* expected, uint##BITS##_t value, int, int) {    \
+    return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST,              \
+                                       __ATOMIC_SEQ_CST);                                              \
+  }                                                                                                    \
+  CUPAGED_EMULATOR_API int __tsan_atomic##BITS##_compare_exchange_weak(                                \
+      volatile uint##BITS##_t* address, uint##BITS##_t* expected, uint##BITS##_t value, int, int) {    \
+    return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST,              \
+                                       __ATOMIC_SEQ_CST);                                              \
+  }                                                                                                    \
+  CUPAGED_ATOMIC_UPDATE(BITS, add)                                                                     \
+  CUPAGED_ATOMIC_UPDATE(BITS, sub)                                                                     \
+  CUPAGED_ATOMIC_UPDATE(BITS, and)                                                                     \
+  CUPAGED_ATOMIC_UPDATE(BITS, or)                                                                      \
+  CUPAGED_ATOMIC_UPDATE(BITS, xor)                                                                     \
   CUPAGED_ATOMIC_UPDATE(BITS, nand)
 CUPAGED_ATOMICS(8)
 CUPAGED_ATOMICS(16)
@@ -179,34 +181,36 @@ CUPAGED_EMULATOR_API void __tsan_atomic_signal_fence(int) {}
 
 // Kernels are linked with --wrap: copies of many bytes end here instead of in the C library. clang calls
 // the second set by itself.
-#define CUPAGED_BULK(NAME)                                                                         \
-  CUPAGED_EMULATOR_API void* NAME##memcpy(void* to, const void* from, size_t bytes) {              \
-    if (bytes != 0) touched(from, bytes, Access::read, CALLER), touched(to, bytes, Access::write, CALLER); \
-    return memcpy(to, from, bytes);                                                                \
-  }                                                                                                \
-  CUPAGED_EMULATOR_API void* NAME##memmove(void* to, const void* from, size_t bytes) {             \
-    if (bytes != 0) touched(from, bytes, Access::read, CALLER), touched(to, bytes, Access::write, CALLER); \
-    return memmove(to, from, bytes);                                                               \
-  }                                                                                                \
-  CUPAGED_EMULATOR_API void* NAME##memset(void* to, int value, size_t bytes) {                     \
-    if (bytes != 0) touched(to, bytes, Access::write, CALLER);                                     \
-    return memset(to, value, bytes);                                                               \
+#define CUPAGED_BULK(NAME)                                                                   \
+  CUPAGED_EMULATOR_API void* NAME##memcpy(void* to, const void* from, size_t bytes) {        \
+    if (bytes != 0)                                                                          \
+      touched(from, bytes, Access::read, CALLER), touched(to, bytes, Access::write, CALLER); \
+    return memcpy(to, from, bytes);                                                          \
+  }                                                                                          \
+  CUPAGED_EMULATOR_API void* NAME##memmove(void* to, const void* from, size_t bytes) {       \
+    if (bytes != 0)                                                                          \
+      touched(from, bytes, Access::read, CALLER), touched(to, bytes, Access::write, CALLER); \
+    return memmove(to, from, bytes);                                                         \
+  }                                                                                          \
+  CUPAGED_EMULATOR_API void* NAME##memset(void* to, int value, size_t bytes) {               \
+    if (bytes != 0) touched(to, bytes, Access::write, CALLER);                               \
+    return memset(to, value, bytes);                                                         \
   }
 CUPAGED_BULK(__wrap_)
 CUPAGED_BULK(__tsan_)
 #undef CUPAGED_BULK
 
-#define CUPAGED_HANDLERS(SUFFIX)                                                                     \
-  CUPAGED_EMULATOR_API void __ubsan_handle_type_mismatch_v1##SUFFIX(const TypeMismatch* data,        \
-                                                                    uintptr_t address) {             \
-    report_type_mismatch(*data, address, CALLER);                                                    \
-  }                                                                                                  \
-  CUPAGED_EMULATOR_API void __ubsan_handle_out_of_bounds##SUFFIX(const OutOfBounds* data,            \
-                                                                 uintptr_t index) {                  \
-    report_index(*data, index, CALLER);                                                              \
-  }                                                                                                  \
+#define CUPAGED_HANDLERS(SUFFIX)                                                                        \
+  CUPAGED_EMULATOR_API void __ubsan_handle_type_mismatch_v1##SUFFIX(const TypeMismatch* data,           \
+                                                                    uintptr_t address) {                \
+    report_type_mismatch(*data, address, CALLER);                                                       \
+  }                                                                                                     \
+  CUPAGED_EMULATOR_API void __ubsan_handle_out_of_bounds##SUFFIX(const OutOfBounds* data,               \
+                                                                 uintptr_t index) {                     \
+    report_index(*data, index, CALLER);                                                                 \
+  }                                                                                                     \
   CUPAGED_EMULATOR_API void __ubsan_handle_divrem_overflow##SUFFIX(const void*, uintptr_t, uintptr_t) { \
-    report_division(CALLER);                                                                         \
+    report_division(CALLER);                                                                            \
   }
 CUPAGED_HANDLERS()
 CUPAGED_HANDLERS(_abort)

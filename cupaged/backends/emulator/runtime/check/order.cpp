@@ -97,8 +97,7 @@ void check::check_atomic(const void* address, size_t bytes, Access access, Order
   Fiber& self = running();
   self.check.site = site;
   if (reinterpret_cast<uintptr_t>(address) % bytes != 0)
-    check_fault(FaultKind::misaligned, site, 0, "%zu-byte atomic at address %p", bytes,
-                       address);
+    check_fault(FaultKind::misaligned, site, 0, "%zu-byte atomic at address %p", bytes, address);
   note_access(address, bytes, access);
   Location& location = location_of(self, address);
   if (access != Access::atomic_write) take_over(self, location, order);
@@ -255,8 +254,8 @@ void mbarrier_initialised(Fiber& fiber, uint64_t* barrier) {
     return;
   }
   if (all.size() == ClockLayout::MAX_MBARRIERS)
-    check_fault(FaultKind::launch, fiber.check.site, 0, "check mode follows at most %u mbarriers of a block",
-                ClockLayout::MAX_MBARRIERS);
+    check_fault(FaultKind::launch, fiber.check.site, 0,
+                "check mode follows at most %u mbarriers of a block", ClockLayout::MAX_MBARRIERS);
   all.push_back({barrier, ClockRef(), ClockRef()});
 }
 

@@ -143,9 +143,9 @@ void Session::restart_block(Block& block) {
 bool Session::find(uintptr_t address, Target* target) {
   if (last_segment_ >= segments_.size() || address < segments_[last_segment_].first ||
       address >= segments_[last_segment_].end) {
-    const auto after =
-        std::upper_bound(segments_.begin(), segments_.end(), address,
-                         [](uintptr_t wanted, const Segment& segment) { return wanted < segment.first; });
+    const auto after = std::upper_bound(
+        segments_.begin(), segments_.end(), address,
+        [](uintptr_t wanted, const Segment& segment) { return wanted < segment.first; });
     if (after == segments_.begin() || address >= (after - 1)->end) return false;
     last_segment_ = static_cast<size_t>(after - 1 - segments_.begin());
   }
@@ -178,7 +178,8 @@ std::string Session::name_of(const Block& block, uintptr_t address) const {
     return text("static shared memory at byte %zu", static_cast<size_t>(address - fixed_first));
   for (const BufferRange& buffer : buffers_)
     if (address - buffer.address < buffer.bytes)
-      return text("parameter '%s' at byte %zu", buffer.name, static_cast<size_t>(address - buffer.address));
+      return text("parameter '%s' at byte %zu", buffer.name,
+                  static_cast<size_t>(address - buffer.address));
   return text("address %p", reinterpret_cast<void*>(address));
 }
 
@@ -201,7 +202,8 @@ std::string Session::nearest_to(const Block& block, uintptr_t address, size_t by
   uintptr_t least = ~uintptr_t{0};
   for (const Candidate& candidate : candidates) {
     const uintptr_t end = candidate.first + candidate.bytes;
-    const uintptr_t distance = address >= candidate.first ? address + bytes - end : candidate.first - address;
+    const uintptr_t distance =
+        address >= candidate.first ? address + bytes - end : candidate.first - address;
     if (distance < least) least = distance, nearest = &candidate;
   }
   const uintptr_t end = nearest->first + nearest->bytes;

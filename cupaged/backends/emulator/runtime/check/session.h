@@ -42,8 +42,9 @@ struct Segment {
 
 // Where an access goes.
 struct Target {
-  uintptr_t end;      // the memory that begins there is another's
-  Granule* granules;  // of the 8 bytes that hold the access's first, or null for memory that is only read
+  uintptr_t end;  // the memory that begins there is another's
+  Granule*
+      granules;  // of the 8 bytes that hold the access's first, or null for memory that is only read
   Space* space;
 };
 

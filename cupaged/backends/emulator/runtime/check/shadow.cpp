@@ -40,8 +40,7 @@ inline bool ordered(const ThreadState& self, const Stamp& stamp) {
   if (stamp.time <= self.all_threads) return true;
   uint32_t others = stamp.lanes;
   if (stamp.owner == self.owner) others &= ~self.lane_bit;
-  return others == 0 ||
-         self.own_block->knows(owner_in_block * ClockLayout::LANES, others, stamp.time);
+  return others == 0 || self.own_block->knows(owner_in_block * ClockLayout::LANES, others, stamp.time);
 }
 
 bool conflict(Access a, Access b) { return (writes(a) || writes(b)) && !(is_atomic(a) && is_atomic(b)); }
@@ -109,8 +108,9 @@ const Entry* race_in(const Overflow& overflow, const Visit& visit, uint8_t bytes
 // Forgets accesses to bytes that a write has now replaced; all of them happened before it.
 void cut(std::vector<Entry>& list, uint8_t bytes) {
   for (Entry& entry : list) entry.bytes &= static_cast<uint8_t>(~bytes);
-  list.erase(std::remove_if(list.begin(), list.end(), [](const Entry& entry) { return entry.bytes == 0; }),
-             list.end());
+  list.erase(
+      std::remove_if(list.begin(), list.end(), [](const Entry& entry) { return entry.bytes == 0; }),
+      list.end());
 }
 
 void cut_overflow(Granule& granule, Space& space, uint8_t bytes) {
@@ -169,8 +169,9 @@ Finding write_granule(Granule& granule, Space& space, const Visit& visit, uint8_
   return Finding::nothing;
 }
 
-// A read's entry merges with one of the same moment, or goes over one that it supersedes, into a free one,
-// or into the overflow. A courier's supersedes none: who learns of it does not learn what came before.
+// A read's entry merges with one of the same moment, or goes over one that it supersedes, into a free
+// one, or into the overflow. A courier's supersedes none: who learns of it does not learn what came
+// before.
 Finding read_granule(Granule& granule, Space& space, const Visit& visit, uint8_t bytes, Entry* other) {
   const Stamp& stamp = visit.stamp;
   const bool by_thread = stamp.owner == visit.self.owner;
@@ -213,7 +214,8 @@ Finding read_granule(Granule& granule, Space& space, const Visit& visit, uint8_t
   return Finding::nothing;
 }
 
-Finding access_atomically(Granule& granule, Space& space, const Visit& visit, uint8_t bytes, Entry* other) {
+Finding access_atomically(Granule& granule, Space& space, const Visit& visit, uint8_t bytes,
+                          Entry* other) {
   uint8_t written = 0;
   for (int i = 0; i < static_cast<int>(Granule::ENTRIES); i++) {
     const bool is_write = (granule.writes >> i) & 1u;

@@ -32,7 +32,9 @@ struct OwnerLayout {
   uint32_t stride() const { return 2 * warps + 1; }
   uint32_t thread_copies(uint32_t warp) const { return warps + warp; }
   uint32_t mbarrier_copies() const { return 2 * warps; }
-  static uint32_t mbarrier_lanes(uint32_t mbarrier, uint32_t thread) { return (mbarrier << 16) | thread; }
+  static uint32_t mbarrier_lanes(uint32_t mbarrier, uint32_t thread) {
+    return (mbarrier << 16) | thread;
+  }
   static uint32_t mbarrier_of(uint32_t lanes) { return lanes >> 16; }
   static uint32_t thread_of(uint32_t lanes) { return lanes & 0xffffu; }
 };

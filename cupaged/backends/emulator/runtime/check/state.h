@@ -18,8 +18,8 @@ struct ThreadState {
   uint32_t first_owner = 0;  // of this block
   uint32_t warps = 0;        // of this block
   uint32_t lane_bit = 0;
-  Time time = 0;                        // stamped on accesses
-  Time all_threads = 0;                 // of own_block
+  Time time = 0;                          // stamped on accesses
+  Time all_threads = 0;                   // of own_block
   const BlockClock* own_block = nullptr;  // the part of `known` about this block
   ClockRef known;
   // What relaxed stores publish: all that was known at the last fence of each scope.
