@@ -41,8 +41,8 @@ def write(rig: Rig, fmt: CacheFormat) -> Arrays:
     slots = rig.upload(np.arange(256, dtype=np.int64))
     scales = (0.3, 0.84210527) if fmt.name == "fp8" else ()
     getattr(ops, name)(
-        rig.gpu, rig.kernel(name), source, source, *pools, slots, 256, 2, 128, 16, *scales, 256, 256, *strides,
-        rig.stream,
+        rig.gpu, rig.kernel(name), source, source, *pools, slots, 256, 2, 128, 16, *scales,
+        256, 256, *strides, rig.stream,
     )  # fmt: skip
     return [rig.download(pool).view(np.uint8) for pool in pools]
 

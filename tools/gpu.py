@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = "8"
+DEMO = "examples.smollm2.demo"
 
 
 def device_facts() -> dict[str, Any]:
@@ -116,7 +117,7 @@ STEPS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "memcheck": sanitizer_step("memcheck"),
     "racecheck": sanitizer_step("racecheck"),
     "differences": program_step("tools.differences"),
-    "demo": program_step("examples.smollm2.demo", "--backend", "cupy"),
+    "demo": program_step(DEMO, "--backend", "cupy"),
     "decode": program_step("benchmarks.decode", "--set", "all"),
 }
 
@@ -125,12 +126,16 @@ def main() -> int:
     """Exit status 1 where a step failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", help="GGUF file for the demo, where the model's package is missing")
     parser.add_argument("steps", nargs="*", default=list(STEPS), help=", ".join(STEPS))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    steps = dict(STEPS)
+    if options.model:
+        steps["demo"] = program_step(DEMO, "--backend", "cupy", "--model", options.model)
     facts, failed = device_facts(), False
     for name in options.steps:
-        result = {"step": name, "device": facts, **STEPS[name](options.out)}
+        result = {"step": name, "device": facts, **steps[name](options.out)}
         (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         summary = {k: v for k, v in result.items() if not isinstance(v, (list, dict))}
         print(json.dumps(summary), flush=True)

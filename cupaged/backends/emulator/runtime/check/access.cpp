@@ -3,6 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
+#include <iterator>
 #include <string>
 
 namespace cupaged_emulator {
@@ -14,50 +15,50 @@ const char* name_of(Access access) {
   return NAMES[static_cast<int>(access)];
 }
 
-struct Described {
-  bool is_copy;
-  std::string text;
-};
-
-// Who left a stamp, as in "thread (3, 0, 0)".
-Described describe(const Block& block, const Stamp& stamp) {
+bool is_copy(const Stamp& stamp) {
   const OwnerLayout owners = session.owners();
-  const uint32_t number = stamp.owner / owners.stride(), local = stamp.owner % owners.stride();
-  const bool is_copy = local >= owners.warps;
-  const bool is_bulk = local == owners.mbarrier_copies();
-  const uint32_t warp = is_copy && !is_bulk ? local - owners.warps : local;
-  uint32_t thread = OwnerLayout::thread_of(stamp.lanes);
-  // Of several lanes any may be named; the running one cannot be meant.
+  return stamp.owner % owners.stride() >= owners.warps;
+}
+
+// A thread that left a stamp, or for whom a copy did, by its number in its block.
+uint32_t thread_of(const Stamp& stamp) {
+  const OwnerLayout owners = session.owners();
+  const uint32_t local = stamp.owner % owners.stride();
+  if (local == owners.mbarrier_copies()) return OwnerLayout::thread_of(stamp.lanes);
   uint32_t lanes = stamp.lanes;
-  if (stamp.owner == block.fibers[0].check.first_owner + running().warp->index)
-    lanes &= ~running().bit();
-  if (!is_bulk) thread = warp * WARP_LANES + static_cast<uint32_t>(__builtin_ctz(lanes));
+  // Of several lanes any may be named but the running one, which does not race with itself.
+  if (stamp.owner == running().check.owner) lanes &= ~running().bit();
+  return local % owners.warps * WARP_LANES + static_cast<uint32_t>(__builtin_ctz(lanes));
+}
+
+std::string describe(const Block& block, const Stamp& stamp) {
+  const uint32_t number = stamp.owner / session.owners().stride(), thread = thread_of(stamp);
   const dim3 dim = block.block_dim, grid = block.grid_dim;
   char text[200];
   snprintf(text, sizeof(text), "block (%u, %u, %u), thread (%u, %u, %u)", number % grid.x,
            number / grid.x % grid.y, number / grid.x / grid.y, thread % dim.x, thread / dim.x % dim.y,
            thread / dim.x / dim.y);
-  return {is_copy, text};
+  return text;
 }
 
 [[noreturn]] void report_race(uintptr_t address, size_t bytes, const Visit& visit, const Entry& other,
                               const void* site) {
   const Block& block = *running().home;
-  const Described by = describe(block, other.stamp);
+  const std::string by = describe(block, other.stamp);
   const bool is_courier = visit.stamp.owner != visit.self.owner;
   std::string mine = name_of(visit.access);
   if (is_courier) mine += " by an asynchronous copy";
   const std::string where = session.name_of(block, address);
-  if (by.is_copy && writes(other.access))
+  if (is_copy(other.stamp) && writes(other.access))
     check_fault(
         FaultKind::async_copy, site, other.stamp.site,
         "%zu-byte %s of %s, into which an asynchronous copy issued by %s at @other@ has not been "
         "waited for",
-        bytes, mine.c_str(), where.c_str(), by.text.c_str());
+        bytes, mine.c_str(), where.c_str(), by.c_str());
   check_fault(FaultKind::data_race, site, other.stamp.site,
               "data race: nothing orders this %zu-byte %s of %s after the %s%s by %s at @other@", bytes,
-              mine.c_str(), where.c_str(), by.is_copy ? "asynchronous copy's " : "",
-              name_of(other.access), by.text.c_str());
+              mine.c_str(), where.c_str(), is_copy(other.stamp) ? "asynchronous copy's " : "",
+              name_of(other.access), by.c_str());
 }
 
 [[noreturn]] void report_outside(uintptr_t address, size_t bytes, Access access, const void* site) {
@@ -107,8 +108,12 @@ void visit_granules(const Target& target, uintptr_t address, size_t bytes, const
 // A plain write of an atomic's location: what atomics released there is no longer to be seen.
 void forget_releases(Block& block, const Target& target, uintptr_t address, size_t bytes) {
   Locations& locations = target.space->is_shared ? block.check.locations : session.locations();
-  if (locations.empty() || bytes > 16) return;
-  for (size_t i = 0; i < bytes; i++) locations.erase(address + i);
+  if (locations.size() > bytes) {
+    for (size_t i = 0; i < bytes; i++) locations.erase(address + i);
+    return;
+  }
+  for (auto at = locations.begin(); at != locations.end();)
+    at = at->first - address < bytes ? locations.erase(at) : std::next(at);
 }
 
 void check_visit(Block& block, uintptr_t address, size_t bytes, const Visit& visit, const void* site) {
