@@ -17,7 +17,7 @@ from cupaged.pointers import DevicePtr
 from cupaged.registry import DeviceLimits
 from cupaged.source import KernelSource
 
-_STATIC_SHARED_LIMIT = 48 * 1024  # more dynamic shared memory than this must be asked for
+_DEFAULT_SHARED_LIMIT = 48 * 1024  # more shared memory, static and dynamic, must be asked for
 
 
 @dataclass
@@ -32,7 +32,7 @@ class CupyKernel:
 
     source: KernelSource
     function: int
-    dynamic_shared: int = _STATIC_SHARED_LIMIT
+    dynamic_shared: int
     _keep: list[Any] = field(default_factory=list)
 
 
@@ -103,7 +103,11 @@ class CupyBackend(HandleFactory):
             if module is None:
                 module = self._modules[module_key] = self._load_module(source)
             function = module.get_function(source.entry)
-            return CupyKernel(source, int(function.ptr), _keep=[function, module])
+            attribute = self._driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+            static = int(self._driver.funcGetAttribute(attribute, function.ptr))
+            return CupyKernel(
+                source, int(function.ptr), _DEFAULT_SHARED_LIMIT - static, _keep=[function, module]
+            )
 
     def _load_module(self, source: KernelSource) -> Any:
         module = self._cupy.cuda.function.Module()

@@ -87,8 +87,8 @@ class Report(ctypes.Structure):
             library: the kernel's library, which the report's places lie in.
         """
         text = self.message.decode(errors="replace")
-        if self.other_place:
-            text = text.replace("@other@", describe_place(library, self.other_place))
+        other = describe_place(library, self.other_place) if self.other_place else "an unknown place"
+        text = text.replace("@other@", other)
         if self.kind == _LAUNCH_REFUSED:
             return LaunchError(f"{kernel}: {text}")
         block = _triple(self.block) if self.has_block else None
