@@ -1,0 +1,166 @@
+"""Writes what README.md takes from elsewhere: the example, and the tables of benchmarks/results/.
+
+`python -m tools.readme_tables` rewrites the README; with --check it only says whether it is up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """A committed result."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def example() -> str:
+    """The minimal example, as it is."""
+    return "```python\n" + (ROOT / "examples" / "minimal.py").read_text() + "```"
+
+
+def where(result: dict[str, Any]) -> str:
+    """The device and versions of a result."""
+    device = result["device"]
+    return f"one {device['gpu']}, CuPy {device['cupy']}, NVRTC {device['nvrtc']}"
+
+
+def checks() -> str:
+    """Counts of the suite and of the sanitizer."""
+    rows = []
+    for name, title in (
+        ("tests", "test suite"),
+        ("memcheck", "kernel tests under compute-sanitizer memcheck"),
+        ("racecheck", "kernel tests under compute-sanitizer racecheck"),
+    ):
+        result = load(name)
+        if result is None:
+            rows.append([title, "not measured", "", ""])
+            continue
+        failed = result["failures"] + result["errors"]
+        reports = str(result["reports"]) if "reports" in result else ""
+        rows.append([title, str(result["tests"] - result["skipped"]), str(failed), reports])
+    return table(["on the GPU", "tests run", "failed", "sanitizer reports"], rows)
+
+
+def differences() -> str:
+    """Emulator against GPU."""
+    result = load("differences")
+    if result is None:
+        return "Emulator against GPU: not measured."
+    rows = []
+    for row in result["output"]["rows"]:
+        ulp = row.get("largest_difference_in_row_ulp")
+        largest = "" if ulp is None else f"{ulp:.3g}"
+        rows.append([row["kernel"], row["format"], f"{row['differing_bytes']} of {row['bytes']}", largest])
+    header = [
+        "emulator against GPU",
+        "format",
+        "bytes that differ",
+        "largest difference, BF16 ulp of its row",
+    ]
+    return table(header, rows)
+
+
+def demo() -> str:
+    """The small model's table."""
+    result = load("demo")
+    if result is None:
+        return "The demo on a GPU: not measured."
+    rows = [
+        [
+            row["format"],
+            f"{row['kv_bytes_per_token']:,}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{100 * row['top1_agreement']:.0f}%",
+            f"{row['perplexity']:.2f}",
+            f"{row['kl_to_bf16']:.5f}",
+        ]
+        for row in result["output"]["formats"]
+    ]
+    header = [
+        "cache",
+        "KV bytes a token",
+        "tokens/s",
+        "top-1 as bf16",
+        "perplexity (n = 100)",
+        "KL to bf16, nats",
+    ]
+    return table(header, rows)
+
+
+def decode() -> str:
+    """Throughput of the decoder."""
+    result = load("decode")
+    if result is None:
+        return "Decode throughput: not measured."
+    output = result["output"]
+    rows: dict[str, dict[str, str]] = {}
+    for row in output["rows"]:
+        cell = f"{row['median_us']:.1f} ({100 * row['share_of_ceiling']:.0f}%)"
+        rows.setdefault(row["load"], {})[row["format"]] = cell
+    ceiling = output["ceiling"]["read_bytes_per_us"] / 1e6
+    intro = (
+        f"`Decoder`, microseconds a call inside a CUDA graph over rotating random block tables (cold L2), in "
+        f"brackets the share of the read ceiling of the same run, {ceiling:.2f} TB/s; medians:\n\n"
+    )
+    body = [
+        [load_name, *(cells.get(f, "") for f in ("bf16", "fp8", "nvfp4"))]
+        for load_name, cells in rows.items()
+    ]
+    return intro + table(["q/kv heads, sequences x tokens", "bf16", "fp8", "nvfp4"], body)
+
+
+def results() -> str:
+    """The section of measured figures."""
+    measured = next((r for r in map(load, ("tests", "decode", "demo")) if r is not None), None)
+    title = "## Measured\n\n"
+    if measured is None:
+        return title + "Nothing yet."
+    intro = f"On {where(measured)}; the files are in `benchmarks/results/`.\n\n"
+    return title + intro + "\n\n".join((decode(), demo(), checks(), differences()))
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"example": example, "results": results}
+
+
+def generated(text: str) -> str:
+    """The README with every section between its markers made anew."""
+    for name, make in SECTIONS.items():
+        pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise SystemExit(f"README.md has no section {name}")
+        body = make()
+        text = pattern.sub(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
+    return text
+
+
+def main() -> int:
+    """Exit status 1 where --check finds the README out of date."""
+    old = README.read_text()
+    new = generated(old)
+    if "--check" in sys.argv[1:]:
+        if new != old:
+            print("README.md is out of date: run python -m tools.readme_tables")
+        return int(new != old)
+    README.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
