@@ -39,6 +39,7 @@ cuda_extra() {
 
 make_venv() {
   folder=$1
+  check_compiler
   python=$(find_python)
   $python -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python has no venv module; install it, for example: apt install python3-venv"

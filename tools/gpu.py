@@ -116,6 +116,7 @@ STEPS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "tests": step_tests,
     "memcheck": sanitizer_step("memcheck"),
     "racecheck": sanitizer_step("racecheck"),
+    "jit_times": program_step("tools.jit_times"),
     "differences": program_step("tools.differences"),
     "demo": program_step(DEMO, "--backend", "cupy"),
     "decode": program_step("benchmarks.decode", "--set", "all"),

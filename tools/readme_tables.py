@@ -126,6 +126,17 @@ def decode() -> str:
     return intro + table(["q/kv heads, sequences x tokens", "bf16", "fp8", "nvfp4"], body)
 
 
+def jit() -> str:
+    """Compilation and loading."""
+    result = load("jit_times")
+    if result is None:
+        return "Compile times: not measured."
+    rows = []
+    for row in result["output"]["rows"]:
+        rows.append([row["module"], f"{row['cold_ms']:.0f}", f"{row['from_disk_ms']:.0f}"])
+    return table(["first use of a kernel, head_dim 128", "compiled, ms", "from the disk cache, ms"], rows)
+
+
 def results() -> str:
     """The section of measured figures."""
     measured = next((r for r in map(load, ("tests", "decode", "demo")) if r is not None), None)
@@ -133,7 +144,7 @@ def results() -> str:
     if measured is None:
         return title + "Nothing yet."
     intro = f"On {where(measured)}; the files are in `benchmarks/results/`.\n\n"
-    return title + intro + "\n\n".join((decode(), demo(), checks(), differences()))
+    return title + intro + "\n\n".join((decode(), demo(), jit(), checks(), differences()))
 
 
 SECTIONS: dict[str, Callable[[], str]] = {"example": example, "results": results}
