@@ -75,7 +75,7 @@ _ARRAYS: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
     "lse": ((3, 8), np.float32),
     "part_o": ((4 * 2 * 2, 8, 64), np.float32),
     "part_state": ((4 * 2 * 2, 8, 2), np.float32),
-    "counters": ((6,), np.uint32),
+    "counters": ((3,), np.uint32),
     "k_pool": ((NUM_BLOCKS, 16, 2, 64), np.uint16),
     "v_pool": ((NUM_BLOCKS, 16, 2, 64), np.uint16),
 }

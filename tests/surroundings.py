@@ -153,7 +153,11 @@ class FakeCuda:
         known = {} if real_nvrtc is None else vars(real_nvrtc)
         nvrtc = _module(**{"getVersion": lambda: (12, 9), "NVRTCError": error, **known})
         nvrtc.getSupportedArchs = lambda: list(self.archs)  # type: ignore[attr-defined]
-        driver = _module(CUDADriverError=error)
+        driver = _module(
+            CUDADriverError=error,
+            CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=1,
+            funcGetAttribute=lambda attribute, function: 0,
+        )
         api, libs = _module(driver=driver, runtime=runtime), _module(nvrtc=nvrtc)
         loader = self
 

@@ -32,8 +32,8 @@ struct Pipeline {
 
   // What a lane must know to issue its copies of a unit; looked up one turn ahead.
   struct Order {
-    u32 start;
     u32 block[Layout::ROUNDS];
+    u32 token[Layout::ROUNDS];  // within the block
     bool live[Layout::ROUNDS];
   };
 
@@ -54,15 +54,18 @@ struct Pipeline {
     return {round * 32 + static_cast<int>(threadIdx.x % WARP_SIZE)};
   }
 
-  // Looks up the blocks; only those that hold attended tokens.
+  // Looks up the blocks; only those that hold attended tokens. A tile is fetched whole or not at all: a
+  // run of it without attended tokens is stood in for by the nearest one that has some.
   DEVICE Order prepare(const Unit& unit) const {
     Order order;
-    order.start = unit.start;
     const i32* table = pools.block_tables + static_cast<u64>(unit.seq) * pools.max_blocks_per_seq;
     UNROLL for (int round = 0; round < Layout::ROUNDS; round++) {
       const auto part = copy(round);
-      const u32 first = unit.start + part.token();
-      order.live[round] = part.exists() && first < unit.range.end && first + Layout::RUN > unit.range.begin;
+      const u32 tile = unit.start + part.tile() * TILE_TOKENS;
+      order.live[round] = part.exists() && tile < unit.range.end && tile + TILE_TOKENS > unit.range.begin;
+      const u32 attended = max(unit.range.begin, min(unit.start + part.token(), unit.range.end - 1));
+      const u32 first = attended / Layout::RUN * Layout::RUN;
+      order.token[round] = first % BLOCK_SIZE;
       order.block[round] = order.live[round] ? static_cast<u32>(table[first / BLOCK_SIZE]) : 0u;
     }
     return order;
@@ -92,7 +95,7 @@ struct Pipeline {
       const u64 block = order.block[round] < pools.num_blocks ? order.block[round] : 0u;
       const u8* pool = part.is_value() ? pools.v : pools.k;
       const u8* source = pool + block * pools.geometry.block_stride +
-                         part.block_offset(pools.geometry, (order.start + part.token()) % BLOCK_SIZE);
+                         part.block_offset(pools.geometry, order.token[round]);
       ptx::bulk_copy_evict_first(ring + s * Layout::STAGE_BYTES + part.stage_offset(), source, part.bytes(),
                                  &shared.full[s]);
     }

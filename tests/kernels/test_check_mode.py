@@ -77,7 +77,9 @@ def decode(rig: Rig, case: PagedCase, *, launches: int) -> None:
 
 
 @formats
-@pytest.mark.parametrize("shape", [Shape(8, 2, 64, 16), Shape(4, 4, 128, 32)], ids=["8-2-64", "4-4-128"])
+@pytest.mark.parametrize(
+    "shape", [Shape(8, 2, 64, 16), Shape(4, 4, 128, 32), Shape(8, 4, 64, 8), Shape(8, 2, 64, 24)], ids=str
+)
 def test_decoder(rig: Rig, fmt: CacheFormat, shape: Shape) -> None:
     decode(rig, random_case(fmt, LENGTHS, shape), launches=2)
 

@@ -41,7 +41,7 @@ def source_lines(library: Path, offset: int) -> tuple[str, ...]:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     lines = []
     for found in done.stdout.splitlines():
-        name, _, line = found.split(" ")[0].rpartition(":")
+        name, _, line = found.partition(" (discriminator")[0].rpartition(":")
         path = Path(name)
         own = path.is_relative_to(_INCLUDE) or path.name == _GENERATED
         if line.isdigit() and line != "0" and not own:
