@@ -74,7 +74,7 @@ def ring_shape(
 ) -> RingShape | None:
     """The shape that measured best, scaled to what fits; None where not even two stages do."""
     groups = num_kv_heads * head_tiles(ratio)
-    if groups > MAX_WARPS:
+    if groups > MAX_WARPS or (groups > 8 and head_dim > 128):  # registers for 16 warps: 128 each
         return None
     # Few heads leave NVFP4's conversions room for a second, smaller block.
     blocks_per_sm = 2 if fmt == "nvfp4" and groups < 8 else 1
