@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from cupaged import CupyBackend, EmulatorBackend, ops
 from cupaged.decode import Decoder
-from cupaged.formats import FORMATS, CacheFormat, CacheLayout
+from cupaged.formats import BF16, FORMATS, CacheFormat, CacheLayout
+from tests.kernels import test_absmax, test_tiled
 from tests.oracle import bf16_ulp
 from tests.poison import Shape, random_case, with_gaps
 from tests.rig import Rig, run_reduce, run_single, run_split, upload_case
@@ -71,11 +72,26 @@ def planned(rig: Rig, fmt: CacheFormat) -> Arrays:
     return [rig.download_bf16(output)]
 
 
-KERNELS: dict[str, Callable[[Rig, CacheFormat], Arrays]] = {
-    "reshape_and_cache": write,
-    "paged_decode_attn": single,
-    "paged_decode_attn_splitk + reduce": split,
-    "paged_decode_attn_planned": planned,
+def tiled(rig: Rig, fmt: CacheFormat) -> Arrays:
+    """The streaming step over tiles of three blocks, and the finalisation."""
+    state, _ = test_tiled._run(rig, test_tiled._stream([100, 1, 37, 48], head_dim=128), 3)
+    return [test_tiled._finalize(rig, state)]
+
+
+def absmax(rig: Rig, fmt: CacheFormat) -> Arrays:
+    """Largest magnitude of 100,003 values."""
+    data = np.random.default_rng(0).standard_normal(100_003).astype(np.float32)
+    return [np.array([test_absmax._absmax(rig, data)], np.float32)]
+
+
+# Function, and the formats that it knows.
+KERNELS: dict[str, tuple[Callable[[Rig, CacheFormat], Arrays], tuple[CacheFormat, ...]]] = {
+    "reshape_and_cache": (write, FORMATS),
+    "paged_decode_attn": (single, FORMATS),
+    "paged_decode_attn_splitk + reduce": (split, FORMATS),
+    "paged_decode_attn_planned": (planned, FORMATS),
+    "paged_decode_attn_tiled + attention_finalize": (tiled, (BF16,)),
+    "bf16_absmax": (absmax, (BF16,)),
 }
 
 
@@ -85,7 +101,7 @@ def compare(name: str, mine: Arrays, theirs: Arrays) -> dict[str, Any]:
         int((a.view(np.uint8) != b.view(np.uint8)).sum()) for a, b in zip(mine, theirs, strict=True)
     )
     result: dict[str, Any] = {"differing_bytes": differing, "bytes": sum(a.nbytes for a in mine)}
-    if name != "reshape_and_cache":
+    if name not in ("reshape_and_cache", "bf16_absmax"):
         a, b = (x[0].astype(np.float64) for x in (mine, theirs))
         ulp = bf16_ulp(np.abs(a).max(axis=-1, keepdims=True))
         result["largest_difference_in_row_ulp"] = float((np.abs(a - b) / ulp).max())
@@ -99,8 +115,8 @@ def main() -> int:
     options = parser.parse_args()
     emulator, gpu = Rig(EmulatorBackend()), Rig(CupyBackend())
     rows, wrong = [], False
-    for name, function in KERNELS.items():
-        for fmt in FORMATS:
+    for name, (function, formats) in KERNELS.items():
+        for fmt in formats:
             row = {
                 "kernel": name,
                 "format": fmt.name,
