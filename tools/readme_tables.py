@@ -75,8 +75,8 @@ def differences() -> str:
         "largest difference, BF16 ulp of its row",
     ]
     planner = (
-        "The planned kernels cut a batch by the number of multiprocessors, of which the emulator has 4, so their "
-        "sums are rounded elsewhere."
+        "The planned kernels cut a batch by the number of multiprocessors, of which the emulator has 4, so "
+        "their sums are rounded elsewhere."
     )
     return table(header, rows) + "\n\n" + planner
 
