@@ -102,11 +102,13 @@ class Bench:
         decoder = Decoder(self.gpu, layout, load.num_q_heads, num_seqs)
         cupy.cuda.Device().synchronize()
         handle = self.stream.ptr
+        scales = {"k_scale": 1.0, "v_scale": 1.0} if fmt.name == "fp8" else {}
 
         def launch(table: Any) -> None:
             decoder.decode(
                 q, k_pool, v_pool, table, lengths, output,
                 num_seqs=num_seqs, max_blocks_per_seq=max(counts), stream=handle, num_blocks=num_blocks,
+                **scales,
             )  # fmt: skip
 
         launch(tables[0])

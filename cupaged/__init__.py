@@ -6,6 +6,7 @@ The launchers are in `cupaged.ops`, cache layouts and packers in `cupaged.format
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from cupaged.backends.base import GpuBackend
@@ -50,6 +51,9 @@ __all__ = [
 ]
 
 
+_SUBMODULES = ("calibration", "decode", "formats", "ops", "reference")
+
+
 def __getattr__(name: str) -> object:
     if name == "CupyBackend":
         from cupaged.backends.cupy import CupyBackend
@@ -59,4 +63,6 @@ def __getattr__(name: str) -> object:
         from cupaged.backends.emulator import EmulatorBackend
 
         return EmulatorBackend
+    if name in _SUBMODULES:
+        return importlib.import_module(f"cupaged.{name}")
     raise AttributeError(f"module 'cupaged' has no attribute {name!r}")

@@ -6,8 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from cupaged import ops
-from cupaged.errors import ArgumentValueError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import CacheLayout
+from cupaged.launch import as_integer
 from cupaged.registry import find
 from cupaged.registry.ring import MAX_PLANNED_SEQS
 
@@ -20,7 +21,8 @@ class Decoder:
 
     Work is dealt out on the device from ``seq_lens``: no host plan, no synchronisation, and a captured
     graph serves any lengths and tables up to ``max_seqs`` and the table's width. The workspace is allocated
-    once, here, and belongs to one stream at a time: two calls that may run at once need two decoders.
+    once, here (which waits for the device), and belongs to one stream at a time: two calls that may run at
+    once need two decoders.
 
     Args:
         gpu: the backend.
@@ -37,8 +39,15 @@ class Decoder:
     """
 
     def __init__(self, gpu: GpuBackend, layout: CacheLayout, num_q_heads: int, max_seqs: int) -> None:
+        if not isinstance(layout, CacheLayout):
+            raise ArgumentTypeError(f"layout: got {layout!r}, allowed is a CacheLayout")
+        num_q_heads = as_integer("num_q_heads", num_q_heads)
+        max_seqs = as_integer("max_seqs", max_seqs)
         if not 1 <= max_seqs <= MAX_PLANNED_SEQS:
-            raise ArgumentValueError(f"max_seqs: got {max_seqs}, allowed is 1 to {MAX_PLANNED_SEQS}")
+            raise ArgumentValueError(
+                f"max_seqs: got {max_seqs}, allowed is 1 to {MAX_PLANNED_SEQS}; for more there are the "
+                "single-pass and split-K launchers"
+            )
         self._gpu: Any = gpu
         self._layout = layout
         self._num_q_heads = num_q_heads
@@ -52,6 +61,7 @@ class Decoder:
         self._part_o = gpu.empty(parts * layout.head_dim, "float32")
         self._part_state = gpu.empty(parts * 2, "float32")
         self._counters = gpu.zeros(max_seqs, "uint32")
+        gpu.synchronize()  # the counters are zero, whatever stream the first call comes on
         self.workspace_bytes = 4 * (parts * (layout.head_dim + 2) + max_seqs)
 
     def _spec(self) -> dict[str, int]:
@@ -84,8 +94,8 @@ class Decoder:
         softmax_scale: float | None = None,
         sliding_window: int = 0,
         q_stride: int | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
         num_blocks: int | None = None,
     ) -> None:
         """Decode one query token of each sequence.
@@ -104,18 +114,25 @@ class Decoder:
             softmax_scale: factor on q k, 1 / sqrt(head_dim) by default.
             sliding_window: newest tokens attended; 0 attends to all.
             q_stride: elements between sequences of q, num_q_heads * head_dim by default.
-            k_scale, v_scale: dequantisation scales of an FP8 cache.
+            k_scale, v_scale: dequantisation scales of an FP8 cache, those it was written with; no other
+                format has them.
             num_blocks: size of the pools; an id outside makes its row NaN.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
         """
         layout = self._layout
+        num_seqs = as_integer("num_seqs", num_seqs)
         if not 0 <= num_seqs <= self._max_seqs:
             raise ArgumentValueError(f"num_seqs: got {num_seqs}, this decoder takes 0 to {self._max_seqs}")
         name = layout.format.name
-        if name != "fp8" and (k_scale != 1.0 or v_scale != 1.0):
+        given = k_scale is not None or v_scale is not None
+        if name != "fp8" and given:
             raise ArgumentValueError(f"k_scale, v_scale: got {k_scale}, {v_scale}; a {name} cache has none")
+        if name == "fp8" and (k_scale is None or v_scale is None):
+            raise ArgumentValueError(
+                f"k_scale, v_scale: got {k_scale}, {v_scale}; an fp8 cache needs both, as it was written"
+            )
         self._launch(
             self._gpu,
             self._kernel,

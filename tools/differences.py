@@ -67,7 +67,7 @@ def planned(rig: Rig, fmt: CacheFormat) -> Arrays:
     decoder.decode(
         up.q, up.k.array, up.v.array, up.tables, up.lengths, output, num_seqs=case.num_seqs,
         max_blocks_per_seq=case.max_blocks_per_seq, stream=rig.stream, softmax_scale=case.inv_sqrt_d,
-        k_scale=case.k_scale, v_scale=case.v_scale,
+        **({"k_scale": case.k_scale, "v_scale": case.v_scale} if fmt.name == "fp8" else {}),
     )  # fmt: skip
     return [rig.download_bf16(output)]
 

@@ -29,9 +29,9 @@ def load(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def example() -> str:
-    """The minimal example, as it is."""
-    return "```python\n" + (ROOT / "examples" / "minimal.py").read_text() + "```"
+def example(name: str) -> Callable[[], str]:
+    """An example, as it is."""
+    return lambda: "```python\n" + (ROOT / "examples" / name).read_text() + "```"
 
 
 def where(result: dict[str, Any]) -> str:
@@ -105,7 +105,11 @@ def demo() -> str:
         "perplexity (n = 100)",
         "KL to bf16, nats",
     ]
-    return table(header, rows)
+    caption = (
+        "`make demo`: SmolLM2-135M-Instruct over 100 forced tokens. Its speed on a GPU is that of a plain "
+        "CuPy loop with some 40 small launches a layer.\n\n"
+    )
+    return caption + table(header, rows)
 
 
 def decode() -> str:
@@ -121,7 +125,8 @@ def decode() -> str:
     ceiling = output["ceiling"]["read_bytes_per_us"] / 1e6
     intro = (
         f"`Decoder`, microseconds a call inside a CUDA graph over rotating random block tables (cold L2), in "
-        f"brackets the share of the read ceiling of the same run, {ceiling:.2f} TB/s; medians:\n\n"
+        f"brackets the share of the read ceiling of the same run, {ceiling:.2f} TB/s; medians (log-uniform: "
+        "lengths of 128 to 32768):\n\n"
     )
     body = [
         [load_name, *(cells.get(f, "") for f in ("bf16", "fp8", "nvfp4"))]
@@ -147,11 +152,18 @@ def results() -> str:
     title = "## Measured\n\n"
     if measured is None:
         return title + "Nothing yet."
-    intro = f"On {where(measured)}; the files are in `benchmarks/results/`.\n\n"
+    intro = (
+        f"On {where(measured)}, by `make gpu`; the files are in `benchmarks/results/`, the tables come from "
+        "them (`python -m tools.readme_tables`).\n\n"
+    )
     return title + intro + "\n\n".join((decode(), demo(), jit(), checks(), differences()))
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"example": example, "results": results}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "example": example("minimal.py"),
+    "decoder": example("decoder.py"),
+    "results": results,
+}
 
 
 def generated(text: str) -> str:

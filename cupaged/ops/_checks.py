@@ -17,6 +17,7 @@ from cupaged.formats import checked_scale
 from cupaged.handle import KernelHandle
 from cupaged.launch import as_integer
 from cupaged.registry import MAX_GRID_YZ
+from cupaged.registry.rules import check_head_dim
 
 __all__ = [
     "UNLIMITED_BLOCKS",
@@ -28,6 +29,7 @@ __all__ = [
     "check_row_stride",
     "check_rows",
     "check_scale",
+    "check_shape",
     "check_size",
     "check_splits",
     "check_stride",
@@ -107,6 +109,16 @@ def check_size(name: str, value: Any, needed: int) -> None:
         raise ArgumentValueError(f"{name}: got {value.size} elements, needed are {needed}")
 
 
+def check_shape(name: str, array: Any, tail: tuple[int, ...]) -> None:
+    """An array with one axis more than `tail` has that shape behind its first; a flat one may be anything."""
+    shape = getattr(array, "shape", None) if _is_array(array) else None
+    if shape is not None and len(shape) == len(tail) + 1 and tuple(shape[1:]) != tail:
+        allowed = ", ".join(map(str, ("n", *tail)))
+        raise ArgumentValueError(
+            f"{name}: got shape {tuple(shape)}, allowed is [{allowed}]; give a flat array for another layout"
+        )
+
+
 def check_row_stride(name: str, stride: int, row: int, count: int, array: Any, array_name: str) -> None:
     """Rows do not overlap, and an array's own stride agrees with the one given."""
     strides = getattr(array, "strides", None) if _is_array(array) else None
@@ -162,7 +174,12 @@ def check_num_blocks(num_blocks: int | None) -> int:
 
 
 def pool_blocks(
-    num_blocks: int | None, k_cache: Any, v_cache: Any, stride_bytes: int, block_bytes: int
+    num_blocks: int | None,
+    k_cache: Any,
+    v_cache: Any,
+    stride_bytes: int,
+    block_bytes: int,
+    block_shape: tuple[int, int, int] | None = None,
 ) -> int:
     """Blocks that both pools hold: as given, and never more than an array given for a pool has room for.
 
@@ -172,9 +189,12 @@ def pool_blocks(
         v_cache: the same of the V pool.
         stride_bytes: bytes between blocks.
         block_bytes: bytes that a block uses.
+        block_shape: shape of a block, which an array of four axes must have; None where a block has none.
     """
     blocks = check_num_blocks(num_blocks)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if block_shape is not None:
+            check_shape(name, cache, block_shape)
         nbytes = None if isinstance(cache, (int, np.generic)) else getattr(cache, "nbytes", None)
         if not isinstance(nbytes, int):
             continue
@@ -201,7 +221,14 @@ def check_decode(
     """What every decode launcher asks of its common arguments."""
     check_heads(num_q_heads, num_kv_heads)
     check_positive(head_dim=head_dim, block_size=block_size)
+    check_head_dim(head_dim)
     check_scale("inv_sqrt_d", inv_sqrt_d)
+    check_shape("q", q, (num_q_heads, head_dim))
     check_row_stride("q_stride", q_stride, num_q_heads * head_dim, num_seqs, q, "q")
+    table: Any = getattr(block_tables, "shape", ()) if _is_array(block_tables) else ()
+    if len(table) == 2 and table[0] > 1 and table[1] != max_blocks_per_seq:
+        raise ArgumentValueError(
+            f"max_blocks_per_seq: got {max_blocks_per_seq}, but block_tables has {table[1]} columns"
+        )
     check_size("block_tables", block_tables, num_seqs * max_blocks_per_seq)
     check_size("seq_lens", seq_lens, num_seqs)

@@ -87,7 +87,9 @@ def reshape_and_cache_bf16(
         value_stride,
     )
     block_bytes = 2 * block_size * row
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, block_bytes, block_bytes)
+    blocks = pool_blocks(
+        num_blocks, k_cache, v_cache, block_bytes, block_bytes, (block_size, num_kv_heads, head_dim)
+    )
     if num_tokens == 0:
         return
     (
@@ -151,7 +153,9 @@ def reshape_and_cache_fp8(
     )
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
     check_stride("cache_stride", cache_stride, block_size * row)
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, cache_stride, block_size * row)
+    blocks = pool_blocks(
+        num_blocks, k_cache, v_cache, cache_stride, block_size * row, (block_size, num_kv_heads, head_dim)
+    )
     if num_tokens == 0:
         return
     (

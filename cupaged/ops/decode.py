@@ -72,7 +72,9 @@ def paged_decode_attn_bf16(
     )
     check_size("output", output, num_seqs * num_q_heads * head_dim)
     block_bytes = 2 * block_size * num_kv_heads * head_dim
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, block_bytes, block_bytes)
+    blocks = pool_blocks(
+        num_blocks, k_cache, v_cache, block_bytes, block_bytes, (block_size, num_kv_heads, head_dim)
+    )
     if num_seqs == 0:
         return
     (
@@ -148,7 +150,9 @@ def paged_decode_attn_fp8(
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
     block_bytes = block_size * num_kv_heads * head_dim
     check_stride("cache_stride", cache_stride, block_bytes)
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, cache_stride, block_bytes)
+    blocks = pool_blocks(
+        num_blocks, k_cache, v_cache, cache_stride, block_bytes, (block_size, num_kv_heads, head_dim)
+    )
     if num_seqs == 0:
         return
     (

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from cupaged.errors import ArgumentValueError
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
-from cupaged.ops._checks import check_decode, check_scale, check_size, check_stride, launcher, pool_blocks
+from cupaged.ops._checks import (
+    check_decode,
+    check_scale,
+    check_shape,
+    check_size,
+    check_stride,
+    launcher,
+    pool_blocks,
+)
 from cupaged.registry.ring import MAX_PLANNED_SEQS
 
 if TYPE_CHECKING:
@@ -26,6 +34,7 @@ def _check_batch(
     if num_seqs > MAX_PLANNED_SEQS:
         raise ArgumentValueError(f"num_seqs: got {num_seqs}, allowed is 0 to {MAX_PLANNED_SEQS}")
     check_size("output", output, num_seqs * num_q_heads * head_dim)
+    check_shape("lse", lse, (num_q_heads,))
     check_size("lse", lse, num_seqs * num_q_heads)
     check_size("counters", counters, num_seqs)
 
@@ -77,7 +86,9 @@ def paged_decode_attn_planned_bf16(
     )
     _check_batch(output, lse, counters, num_seqs, num_q_heads, head_dim)
     block_bytes = 2 * block_size * num_kv_heads * head_dim
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, block_bytes, block_bytes)
+    blocks = pool_blocks(
+        num_blocks, k_cache, v_cache, block_bytes, block_bytes, (block_size, num_kv_heads, head_dim)
+    )
     if num_seqs == 0:
         return
     (
@@ -158,7 +169,9 @@ def paged_decode_attn_planned_fp8(
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
     block_bytes = block_size * num_kv_heads * head_dim
     check_stride("cache_stride", cache_stride, block_bytes)
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, cache_stride, block_bytes)
+    blocks = pool_blocks(
+        num_blocks, k_cache, v_cache, cache_stride, block_bytes, (block_size, num_kv_heads, head_dim)
+    )
     if num_seqs == 0:
         return
     (

@@ -75,7 +75,9 @@ def paged_decode_attn_splitk_bf16(
     check_splits(num_splits)
     check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
     block_bytes = 2 * block_size * num_kv_heads * head_dim
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, block_bytes, block_bytes)
+    blocks = pool_blocks(
+        num_blocks, k_cache, v_cache, block_bytes, block_bytes, (block_size, num_kv_heads, head_dim)
+    )
     if num_seqs == 0:
         return
     (
@@ -154,7 +156,9 @@ def paged_decode_attn_splitk_fp8(
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
     block_bytes = block_size * num_kv_heads * head_dim
     check_stride("cache_stride", cache_stride, block_bytes)
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, cache_stride, block_bytes)
+    blocks = pool_blocks(
+        num_blocks, k_cache, v_cache, cache_stride, block_bytes, (block_size, num_kv_heads, head_dim)
+    )
     if num_seqs == 0:
         return
     (

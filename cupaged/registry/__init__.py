@@ -70,5 +70,9 @@ def find(module: str, entry: str) -> KernelEntry:
     try:
         return _ENTRIES[module, entry]
     except KeyError:
-        known = ", ".join(f"{m}:{e}" for m, e in sorted(_ENTRIES))
-        raise KernelSourceError(f"no kernel {module}:{entry}; there are {known}") from None
+        homes = [m for m, e in _ENTRIES if e == entry]
+        if homes:
+            hint = f'did you mean gpu.kernel("{homes[0]}", "{entry}")?'
+        else:
+            hint = "there are " + ", ".join(f"{m}:{e}" for m, e in sorted(_ENTRIES))
+        raise KernelSourceError(f"no kernel {module}:{entry}; {hint}") from None

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from cupaged.decode import Decoder
-from cupaged.errors import ArgumentValueError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat
 from tests import closed_form
 from tests.oracle import assert_matches
@@ -43,8 +43,7 @@ def _decode(
         softmax_scale=case.inv_sqrt_d,
         sliding_window=case.window,
         q_stride=case.q_stride,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
+        **({"k_scale": case.k_scale, "v_scale": case.v_scale} if case.layout.format == FP8 else {}),
         num_blocks=case.num_blocks,
     )
     up.assert_pools_untouched()
@@ -176,3 +175,51 @@ def test_too_many_sequences(rig: Rig) -> None:
     decoder = Decoder(rig.gpu, case.layout, 8, 1)
     with pytest.raises(ArgumentValueError, match="num_seqs: got 2"):
         _decode(rig, case, decoder)
+
+
+def _refused(rig: Rig, case: PagedCase, match: str, **changes: Any) -> None:
+    """A call with these arguments changed raises before it runs."""
+    decoder = Decoder(rig.gpu, case.layout, case.num_q_heads, 4)
+    up = upload_case(rig, case)
+    arguments: dict[str, Any] = {
+        "q": rig.upload(case.q),
+        "k_cache": up.k.array,
+        "v_cache": up.v.array,
+        "block_tables": up.tables,
+        "seq_lens": up.lengths,
+        "output": rig.full_bf16(case.q.shape),
+        "num_seqs": case.num_seqs,
+        "max_blocks_per_seq": case.max_blocks_per_seq,
+        "stream": rig.stream,
+    }
+    with pytest.raises((ArgumentValueError, ArgumentTypeError), match=match):
+        decoder.decode(**{**arguments, **changes})
+
+
+def test_shapes_that_do_not_belong_together(rig: Rig) -> None:
+    case = random_case(BF16, [40, 60], Shape(8, 2, 64, 16))
+    _refused(rig, case, "max_blocks_per_seq: got 3, but block_tables has 4 columns", max_blocks_per_seq=3)
+    blocks = case.num_blocks
+    heads_first = rig.gpu.zeros((blocks, 2, 16, 64), np.uint16)
+    _refused(rig, case, r"v_cache: got shape .*allowed is \[n, 16, 2, 64\]", v_cache=heads_first)
+    _refused(rig, case, r"q: got shape \(2, 64, 8\)", q=rig.gpu.zeros((2, 64, 8), np.uint16))
+    _refused(rig, case, r"lse: got shape \(8, 2\)", lse=rig.gpu.zeros((8, 2), np.float32))
+    _refused(rig, case, "num_seqs", num_seqs="2")
+
+
+def test_scales_are_given_where_the_format_has_them(rig: Rig) -> None:
+    fp8, bf16 = (random_case(fmt, [5], Shape(8, 2, 64, 16)) for fmt in (FP8, BF16))
+    _refused(rig, fp8, "k_scale, v_scale: got None, None; an fp8 cache needs both")
+    _refused(rig, fp8, "k_scale, v_scale: got 1.0, None", k_scale=1.0)
+    _refused(rig, bf16, "a bf16 cache has none", v_scale=1.0)
+
+
+def test_a_decoder_of_something_else(rig: Rig) -> None:
+    layout = random_case(BF16, [5], Shape(8, 2, 64, 16)).layout
+    with pytest.raises(ArgumentTypeError, match="layout: got 'fp8'"):
+        Decoder(rig.gpu, "fp8", 8, 4)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="max_seqs"):
+        Decoder(rig.gpu, layout, 8, 4.0)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentValueError, match="max_seqs: got 513, allowed is 1 to 512"):
+        Decoder(rig.gpu, layout, 8, 513)
+    Decoder(rig.gpu, layout, np.int64(8), np.int32(4))  # type: ignore[arg-type]
