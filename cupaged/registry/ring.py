@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cupaged.errors import ArgumentValueError
@@ -105,7 +106,20 @@ def _spec(fmt: str, scalars: Scalars) -> dict[str, int]:
     if fmt == "nvfp4":
         tight = spec["block_size"] * spec["num_kv_heads"] * spec["head_dim"] // 2
         spec["joined"] = int(spec["block_size"] == TILE_TOKENS and scalars["data_section_bytes"] == tight)
+        _check_scale_copies(spec)
     return spec
+
+
+def _check_scale_copies(spec: Constants) -> None:
+    """NVFP4 scales of a run of tokens come by a copy of their own, of a multiple of 16 bytes."""
+    run = math.gcd(spec["block_size"], TILE_TOKENS)
+    scale_bytes = run * spec["num_kv_heads"] * spec["head_dim"] // 16
+    if not spec["joined"] and scale_bytes % 16:
+        raise ArgumentValueError(
+            f"block_size: got {spec['block_size']}, with {spec['num_kv_heads']} KV heads of {spec['head_dim']}; "
+            f"the scales of {run} tokens are {scale_bytes} bytes, which the copy engine cannot fetch. Use a "
+            "multiple of 16, or the single-pass or split-K launchers"
+        )
 
 
 def _derived(fmt: str, spec: Constants, limits: DeviceLimits) -> dict[str, int]:

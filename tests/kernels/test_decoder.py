@@ -214,6 +214,13 @@ def test_scales_are_given_where_the_format_has_them(rig: Rig) -> None:
     _refused(rig, bf16, "a bf16 cache has none", v_scale=1.0)
 
 
+def test_scales_too_short_for_a_copy_are_refused(rig: Rig) -> None:
+    odd, even = (random_case(NVFP4, [5], Shape(3, 3, 64, size)).layout for size in (15, 48))
+    with pytest.raises(ArgumentValueError, match=r"block_size: got 15, with 3 KV heads of 64.*12 bytes"):
+        Decoder(rig.gpu, odd, 3, 4)
+    Decoder(rig.gpu, even, 3, 4)
+
+
 def test_a_decoder_of_something_else(rig: Rig) -> None:
     layout = random_case(BF16, [5], Shape(8, 2, 64, 16)).layout
     with pytest.raises(ArgumentTypeError, match="layout: got 'fp8'"):
