@@ -116,9 +116,9 @@ def _check_scale_copies(spec: Constants) -> None:
     scale_bytes = run * spec["num_kv_heads"] * spec["head_dim"] // 16
     if not spec["joined"] and scale_bytes % 16:
         raise ArgumentValueError(
-            f"block_size: got {spec['block_size']}, with {spec['num_kv_heads']} KV heads of {spec['head_dim']}; "
-            f"the scales of {run} tokens are {scale_bytes} bytes, which the copy engine cannot fetch. Use a "
-            "multiple of 16, or the single-pass or split-K launchers"
+            f"block_size: got {spec['block_size']}, with {spec['num_kv_heads']} KV heads of "
+            f"{spec['head_dim']}; the scales of {run} tokens are {scale_bytes} bytes, which the copy engine "
+            "cannot fetch. Use a multiple of 16, or the single-pass or split-K launchers"
         )
 
 
