@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from cupaged import ops
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import CacheLayout
 from cupaged.launch import as_integer
+from cupaged.ops._checks import check_scale
 from cupaged.registry import find
 from cupaged.registry.ring import MAX_PLANNED_SEQS
 
@@ -123,6 +123,9 @@ class Decoder:
         """
         layout = self._layout
         num_seqs = as_integer("num_seqs", num_seqs)
+        scale = (
+            layout.head_dim**-0.5 if softmax_scale is None else check_scale("softmax_scale", softmax_scale)
+        )
         if not 0 <= num_seqs <= self._max_seqs:
             raise ArgumentValueError(f"num_seqs: got {num_seqs}, this decoder takes 0 to {self._max_seqs}")
         name = layout.format.name
@@ -152,7 +155,7 @@ class Decoder:
             layout.num_kv_heads,
             layout.head_dim,
             layout.block_size,
-            1.0 / math.sqrt(layout.head_dim) if softmax_scale is None else softmax_scale,
+            scale,
             *((k_scale, v_scale) if name == "fp8" else ()),
             self._num_q_heads * layout.head_dim if q_stride is None else q_stride,
             *self._strides(),

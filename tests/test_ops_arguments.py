@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cupaged import DevicePtr, ops
+from cupaged.errors import ArgumentValueError
 from tests.fake_backend import FakeBackend, aligned
 from tests.launcher_cases import (
     FACTORS,
@@ -227,6 +228,10 @@ def test_the_pool_size_is_the_smallest_of_what_is_known(gpu: FakeBackend, launch
         ({"k_cache": DevicePtr(4096), "v_cache": 4096}, None),
         ({"k_cache": 4096, "v_cache": 4096, "num_blocks": 2**20}, 2**20),
     ):
+        if blocks == 0 and name == "num_blocks":  # a reader needs a block to stand in for those outside
+            with pytest.raises(ArgumentValueError, match="num_blocks: got 0"):
+                call(gpu, launcher, given, **changed)
+            continue
         call(gpu, launcher, given, **changed)
         assert gpu.last.values[name] == (unlimited if blocks is None else blocks * unit), changed
 

@@ -26,6 +26,7 @@ __all__ = [
     "check_heads",
     "check_num_blocks",
     "check_positive",
+    "check_readable",
     "check_row_stride",
     "check_rows",
     "check_scale",
@@ -203,6 +204,12 @@ def pool_blocks(
             raise ArgumentValueError(f"num_blocks: got {num_blocks}, but {name} holds {held} blocks")
         blocks = min(blocks, held)
     return blocks
+
+
+def check_readable(blocks: int) -> None:
+    """There is a block to read in place of one outside the pool, whose row then becomes NaN."""
+    if blocks == 0:
+        raise ArgumentValueError("num_blocks: got 0, or a pool shorter than one block; allowed is 1 or more")
 
 
 def check_decode(

@@ -17,6 +17,7 @@ from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.ops._checks import (
     check_decode,
+    check_readable,
     check_scale,
     check_size,
     check_stride,
@@ -77,6 +78,7 @@ def paged_decode_attn_bf16(
     )
     if num_seqs == 0:
         return
+    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -155,6 +157,7 @@ def paged_decode_attn_fp8(
     )
     if num_seqs == 0:
         return
+    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -232,6 +235,7 @@ def paged_decode_attn_nvfp4(
     blocks = pool_blocks(num_blocks, k_cache, v_cache, block_stride_bytes, block_bytes)
     if num_seqs == 0:
         return
+    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)

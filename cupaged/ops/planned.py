@@ -15,6 +15,7 @@ from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.ops._checks import (
     check_decode,
+    check_readable,
     check_scale,
     check_shape,
     check_size,
@@ -91,6 +92,7 @@ def paged_decode_attn_planned_bf16(
     )
     if num_seqs == 0:
         return
+    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -174,6 +176,7 @@ def paged_decode_attn_planned_fp8(
     )
     if num_seqs == 0:
         return
+    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -258,6 +261,7 @@ def paged_decode_attn_planned_nvfp4(
     blocks = pool_blocks(num_blocks, k_cache, v_cache, block_stride_bytes, block_bytes)
     if num_seqs == 0:
         return
+    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)

@@ -17,6 +17,7 @@ from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.ops._checks import (
     check_decode,
+    check_readable,
     check_scale,
     check_size,
     check_splits,
@@ -80,6 +81,7 @@ def paged_decode_attn_splitk_bf16(
     )
     if num_seqs == 0:
         return
+    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -161,6 +163,7 @@ def paged_decode_attn_splitk_fp8(
     )
     if num_seqs == 0:
         return
+    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -241,6 +244,7 @@ def paged_decode_attn_splitk_nvfp4(
     blocks = pool_blocks(num_blocks, k_cache, v_cache, block_stride_bytes, block_bytes)
     if num_seqs == 0:
         return
+    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)

@@ -15,6 +15,7 @@ from cupaged.ops._checks import (
     check_heads,
     check_num_blocks,
     check_positive,
+    check_readable,
     check_scale,
     check_size,
     launcher,
@@ -97,6 +98,7 @@ def paged_decode_attn_tiled(
     blocks = check_num_blocks(num_blocks)
     if num_seqs == 0:
         return
+    check_readable(check_num_blocks(num_blocks))
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)

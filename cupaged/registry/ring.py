@@ -127,8 +127,8 @@ def _derived(fmt: str, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
     if shape is None or not limits.bulk_copies:
         raise ArgumentValueError(
             f"num_kv_heads: got {spec['num_kv_heads']} KV heads of {spec['head_dim']} with ratio "
-            f"{spec['gqa_ratio']}, which this GPU's shared memory or copy engine does not allow; use the "
-            "split-K launchers"
+            f"{spec['gqa_ratio']}, which this GPU's shared memory, registers or copy engine do not allow; "
+            "use the split-K launchers"
         )
     return {
         "token_warps": shape.token_warps,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupaged.errors import ArgumentValueError
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat
 from tests import closed_form
 from tests.oracle import assert_matches
@@ -220,3 +221,11 @@ def test_large_scores(rig: Rig, fmt: CacheFormat) -> None:
     case = build_case(fmt, rng.standard_normal((2, 4, 64)) * 40.0, keys, values, inv_sqrt_d=4.0)
     for splits in PATHS:
         _check(rig, case, case.expected()[0], splits)
+
+
+@formats
+@paths
+def test_a_pool_without_a_block_is_refused(rig: Rig, fmt: CacheFormat, splits: int) -> None:
+    up = upload_case(rig, random_case(fmt, [5, 3]))
+    with pytest.raises(ArgumentValueError, match="num_blocks: got 0"):
+        run_decode(up, splits, num_blocks=0)

@@ -230,3 +230,14 @@ def test_a_decoder_of_something_else(rig: Rig) -> None:
     with pytest.raises(ArgumentValueError, match="max_seqs: got 513, allowed is 1 to 512"):
         Decoder(rig.gpu, layout, 8, 513)
     Decoder(rig.gpu, layout, np.int64(8), np.int32(4))  # type: ignore[arg-type]
+
+
+def test_a_bad_softmax_scale_is_named_as_the_caller_knows_it(rig: Rig) -> None:
+    case = random_case(BF16, [5], Shape(8, 2, 64, 16))
+    _refused(rig, case, "softmax_scale", softmax_scale=float("nan"))
+
+
+def test_a_pool_without_a_block_is_refused(rig: Rig) -> None:
+    case = random_case(BF16, [5], Shape(8, 2, 64, 16))
+    _refused(rig, case, "num_blocks: got 0", num_blocks=0)
+    _refused(rig, case, "num_blocks: got 0", v_cache=rig.gpu.zeros(100, np.uint16))
