@@ -26,7 +26,6 @@ __all__ = [
     "check_heads",
     "check_num_blocks",
     "check_positive",
-    "check_readable",
     "check_row_stride",
     "check_rows",
     "check_scale",
@@ -35,7 +34,6 @@ __all__ = [
     "check_splits",
     "check_stride",
     "launcher",
-    "pool_blocks",
 ]
 
 # Without a pool size, every id that is not negative is taken to be inside.
@@ -172,44 +170,6 @@ def check_num_blocks(num_blocks: int | None) -> int:
     if not 0 <= blocks <= UNLIMITED_BLOCKS:
         raise ArgumentValueError(f"num_blocks: got {num_blocks}, allowed is 0 to {UNLIMITED_BLOCKS}")
     return blocks
-
-
-def pool_blocks(
-    num_blocks: int | None,
-    k_cache: Any,
-    v_cache: Any,
-    stride_bytes: int,
-    block_bytes: int,
-    block_shape: tuple[int, int, int] | None = None,
-) -> int:
-    """Blocks that both pools hold: as given, and never more than an array given for a pool has room for.
-
-    Args:
-        num_blocks: the caller's own figure, or None.
-        k_cache: array or address of the K pool.
-        v_cache: the same of the V pool.
-        stride_bytes: bytes between blocks.
-        block_bytes: bytes that a block uses.
-        block_shape: shape of a block, which an array of four axes must have; None where a block has none.
-    """
-    blocks = check_num_blocks(num_blocks)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if block_shape is not None:
-            check_shape(name, cache, block_shape)
-        nbytes = None if isinstance(cache, (int, np.generic)) else getattr(cache, "nbytes", None)
-        if not isinstance(nbytes, int):
-            continue
-        held = (nbytes - block_bytes) // stride_bytes + 1 if nbytes >= block_bytes else 0
-        if num_blocks is not None and held < num_blocks:
-            raise ArgumentValueError(f"num_blocks: got {num_blocks}, but {name} holds {held} blocks")
-        blocks = min(blocks, held)
-    return blocks
-
-
-def check_readable(blocks: int) -> None:
-    """There is a block to read in place of one outside the pool, whose row then becomes NaN."""
-    if blocks == 0:
-        raise ArgumentValueError("num_blocks: got 0, or a pool shorter than one block; allowed is 1 or more")
 
 
 def check_decode(

@@ -19,10 +19,9 @@ from cupaged.ops._checks import (
     check_row_stride,
     check_scale,
     check_size,
-    check_stride,
     launcher,
-    pool_blocks,
 )
+from cupaged.ops._pools import bf16_blocks, fp8_blocks, nvfp4_blocks
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
@@ -74,7 +73,6 @@ def reshape_and_cache_bf16(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    row = num_kv_heads * head_dim
     _check_source(
         key,
         value,
@@ -86,10 +84,7 @@ def reshape_and_cache_bf16(
         key_stride,
         value_stride,
     )
-    block_bytes = 2 * block_size * row
-    blocks = pool_blocks(
-        num_blocks, k_cache, v_cache, block_bytes, block_bytes, (block_size, num_kv_heads, head_dim)
-    )
+    blocks = bf16_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim)
     if num_tokens == 0:
         return
     (
@@ -139,7 +134,6 @@ def reshape_and_cache_fp8(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    row = num_kv_heads * head_dim
     _check_source(
         key,
         value,
@@ -152,10 +146,7 @@ def reshape_and_cache_fp8(
         value_stride,
     )
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
-    check_stride("cache_stride", cache_stride, block_size * row)
-    blocks = pool_blocks(
-        num_blocks, k_cache, v_cache, cache_stride, block_size * row, (block_size, num_kv_heads, head_dim)
-    )
+    blocks = fp8_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim, cache_stride)
     if num_tokens == 0:
         return
     (
@@ -208,7 +199,6 @@ def reshape_and_cache_nvfp4(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    row = num_kv_heads * head_dim
     _check_source(
         key,
         value,
@@ -220,10 +210,16 @@ def reshape_and_cache_nvfp4(
         key_stride,
         value_stride,
     )
-    check_stride("data_section_bytes", data_section_bytes, block_size * row // 2)
-    block_bytes = data_section_bytes + block_size * row // 16
-    check_stride("block_stride_bytes", block_stride_bytes, block_bytes)
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, block_stride_bytes, block_bytes)
+    blocks = nvfp4_blocks(
+        num_blocks,
+        k_cache,
+        v_cache,
+        block_size,
+        num_kv_heads,
+        head_dim,
+        block_stride_bytes,
+        data_section_bytes,
+    )
     if num_tokens == 0:
         return
     (

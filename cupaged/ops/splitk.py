@@ -17,14 +17,12 @@ from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.ops._checks import (
     check_decode,
-    check_readable,
     check_scale,
     check_size,
     check_splits,
-    check_stride,
     launcher,
-    pool_blocks,
 )
+from cupaged.ops._pools import bf16_blocks, check_readable, fp8_blocks, nvfp4_blocks
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
@@ -75,10 +73,7 @@ def paged_decode_attn_splitk_bf16(
     )
     check_splits(num_splits)
     check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
-    block_bytes = 2 * block_size * num_kv_heads * head_dim
-    blocks = pool_blocks(
-        num_blocks, k_cache, v_cache, block_bytes, block_bytes, (block_size, num_kv_heads, head_dim)
-    )
+    blocks = bf16_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim)
     if num_seqs == 0:
         return
     check_readable(blocks)
@@ -156,11 +151,7 @@ def paged_decode_attn_splitk_fp8(
     check_splits(num_splits)
     check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
-    block_bytes = block_size * num_kv_heads * head_dim
-    check_stride("cache_stride", cache_stride, block_bytes)
-    blocks = pool_blocks(
-        num_blocks, k_cache, v_cache, cache_stride, block_bytes, (block_size, num_kv_heads, head_dim)
-    )
+    blocks = fp8_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim, cache_stride)
     if num_seqs == 0:
         return
     check_readable(blocks)
@@ -237,11 +228,16 @@ def paged_decode_attn_splitk_nvfp4(
     )
     check_splits(num_splits)
     check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
-    values = block_size * num_kv_heads * head_dim
-    check_stride("data_section_bytes", data_section_bytes, values // 2)
-    block_bytes = data_section_bytes + values // 16
-    check_stride("block_stride_bytes", block_stride_bytes, block_bytes)
-    blocks = pool_blocks(num_blocks, k_cache, v_cache, block_stride_bytes, block_bytes)
+    blocks = nvfp4_blocks(
+        num_blocks,
+        k_cache,
+        v_cache,
+        block_size,
+        num_kv_heads,
+        head_dim,
+        block_stride_bytes,
+        data_section_bytes,
+    )
     if num_seqs == 0:
         return
     check_readable(blocks)

@@ -15,11 +15,11 @@ from cupaged.ops._checks import (
     check_heads,
     check_num_blocks,
     check_positive,
-    check_readable,
     check_scale,
     check_size,
     launcher,
 )
+from cupaged.ops._pools import check_readable
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
