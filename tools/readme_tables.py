@@ -153,8 +153,8 @@ def results() -> str:
     if measured is None:
         return title + "Nothing yet."
     intro = (
-        f"On {where(measured)}, by the programs behind `make gpu`; the files are in `benchmarks/results/`, the tables come from "
-        "them (`python -m tools.readme_tables`).\n\n"
+        f"On {where(measured)}, by the programs behind `make gpu`; the files are in `benchmarks/results/`, "
+        "the tables come from them (`python -m tools.readme_tables`).\n\n"
     )
     return title + intro + "\n\n".join((decode(), demo(), jit(), checks(), differences()))
 
