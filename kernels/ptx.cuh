@@ -66,6 +66,20 @@ DEVICE float exp2_approx(float x) {
   return result;
 }
 
+// log2(x), within 2^-22 absolutely; -inf for 0.
+DEVICE float log2_approx(float x) {
+  float result;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// 1 / x within 1 ulp.
+DEVICE float reciprocal_approx(float x) {
+  float result;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // ---- tensor cores and matrix loads --------------------------------------------------------------
 
 // c[16 x 8] += a[16 x 16] * b[16 x 8]; fragments as the PTX manual lays them out.
@@ -131,38 +145,60 @@ DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
+// ---- mbarriers, and copies that complete on them --------------------------------------------------
+
 DEVICE void mbarrier_init(u64* barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
 }
 
-// Makes mbarrier_init visible to the copy engine; the block still needs a __syncthreads.
-DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Makes mbarrier_init visible to the copy engine, where there is one; the block still needs a
+// __syncthreads.
+DEVICE void mbarrier_init_fence() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
 
 DEVICE void mbarrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrive once and add `bytes` to what the current phase still waits for.
-DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-
-// True once the phase of the given parity has completed.
+// True once the phase of the given parity has completed. From sm_90 on the thread may sleep meanwhile.
 DEVICE bool mbarrier_try_wait_parity(u64* barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+#define CUPAGED_MBARRIER_WAIT "mbarrier.try_wait.parity"
+#else
+#define CUPAGED_MBARRIER_WAIT "mbarrier.test_wait.parity"
+#endif
   u32 done;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+  asm volatile("{ .reg .pred p; " CUPAGED_MBARRIER_WAIT
+               ".shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                : "=r"(done)
                : "r"(shared_address(barrier)), "r"(parity)
                : "memory");
+#undef CUPAGED_MBARRIER_WAIT
   return done != 0;
 }
 
 DEVICE void mbarrier_wait_parity(u64* barrier, u32 parity) {
   while (!mbarrier_try_wait_parity(barrier, parity)) {}
+}
+
+// Arrives once all cp.async copies that this thread has issued so far have landed, whatever their
+// groups. It is one of the arrivals that mbarrier_init counted. Who waits for the phase sees the copies,
+// but not what the thread wrote by itself: that takes an mbarrier_arrive.
+DEVICE void cp_async_mbarrier_arrive_noinc(u64* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+// Arrive once and add `bytes` to what the current phase still waits for.
+DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
 }
 
 // One-dimensional bulk copy global to shared; completes `bytes` on the barrier. Source and size must
@@ -187,16 +223,43 @@ DEVICE void bulk_copy_evict_first(void* shared, const void* global, u32 bytes, u
       : "memory");
 }
 
-// Programmatic dependent launch: wait for the kernel before / let the kernel after start.
-DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Fetches global memory into L2. Address and size must be multiples of 16 bytes.
+DEVICE void bulk_prefetch_l2(const void* global, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
+#else
+// Named by code that is compiled for every architecture; the registry asks for them only where they
+// exist.
+DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {}
+DEVICE void bulk_copy_evict_first(void* shared, const void* global, u32 bytes, u64* barrier) {}
 #endif
+
+// Programmatic dependent launch: wait for the kernel before / let the kernel after start. Before sm_90 a
+// kernel starts when the one before has ended.
+DEVICE void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void grid_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // ---- ordering between blocks --------------------------------------------------------------------
 
 DEVICE u32 load_acquire(const u32* pointer) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+
+// Atomic, but orders nothing else.
+DEVICE u32 load_relaxed(const u32* pointer) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
   return value;
 }
 
@@ -233,6 +296,9 @@ DEVICE uint4 load_streaming_16(const void* pointer) {
                : "l"(pointer));
   return v;
 }
+
+// Fetches the cache line of a global address into L2.
+DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // Returns after that many clock cycles.
 DEVICE void delay_cycles(u32 cycles) {

@@ -101,6 +101,12 @@ def copy_struct(gpu: EmulatorBackend, fault: int) -> None:
     launch(gpu, "faulty_bounds", "copy_struct", numbers(gpu, 40), gpu.empty(40, np.uint32), fault, block=1)
 
 
+def fetch_ahead(gpu: EmulatorBackend, fault: int) -> None:
+    out = gpu.empty(32, np.uint32)
+    launch(gpu, "faulty_bounds", "fetch_ahead", numbers(gpu, 64), out, 64, fault)
+    assert fault or np.array_equal(out, 2 * np.arange(32))
+
+
 # ---- asynchronous copies
 
 
@@ -120,6 +126,13 @@ def bulk_stream(gpu: EmulatorBackend, fault: int) -> None:
     tiles = numbers(gpu, 7 * 64, np.float32)
     out = gpu.empty(64, np.float32)
     launch(gpu, "faulty_copies", "bulk_stream", tiles, out, 7, fault, block=96)
+    assert fault or np.array_equal(out, tiles.reshape(7, 64).sum(axis=0))
+
+
+def arrive_stream(gpu: EmulatorBackend, fault: int) -> None:
+    tiles = numbers(gpu, 7 * 64, np.float32)
+    out = gpu.empty(64, np.float32)
+    launch(gpu, "faulty_copies", "arrive_stream", tiles, out, 7, fault, block=96)
     assert fault or np.array_equal(out, tiles.reshape(7, 64).sum(axis=0))
 
 
@@ -168,6 +181,12 @@ def release_acquire(gpu: EmulatorBackend, fault: int) -> None:
     assert fault or data.tolist() == [41, 42]
 
 
+def watch_flag(gpu: EmulatorBackend, fault: int) -> None:
+    data = gpu.zeros(2, np.uint32)
+    launch(gpu, "faulty_blocks", "watch_flag", gpu.zeros(1, np.uint32), data, fault, block=64)
+    assert fault or data.tolist() == [41, 42]
+
+
 def locked_sum(gpu: EmulatorBackend, fault: int) -> None:
     lock, total = gpu.zeros(1, np.uint32), gpu.zeros(1, np.uint32)
     launch(gpu, "faulty_blocks", "locked_sum", lock, total, fault, grid=(3, 1, 1), block=128)
@@ -186,9 +205,10 @@ TWINS: dict[Case, int] = {
     **dict.fromkeys(
         [
             rotate, swap_neighbours, meet_in_parts, read_written, pack_bytes, publish, add_up,
-            store, read_table, copy, index_shared, load_vector, divide, copy_struct,
-            load_fragments, stream, bulk_stream,
-            own_cells, last_block_sums, last_block_by_fences, hand_over, release_acquire, locked_sum,
+            store, read_table, copy, index_shared, load_vector, divide, copy_struct, fetch_ahead,
+            load_fragments, stream, bulk_stream, arrive_stream,
+            own_cells, last_block_sums, last_block_by_fences, hand_over, release_acquire, watch_flag,
+            locked_sum,
         ],
         1,
     ),

@@ -111,3 +111,38 @@ def test_misuse(fifo: EmulatorBackend, kind: int, message: str) -> None:
 def test_waiting_for_arrivals_that_never_come(gpu: EmulatorBackend) -> None:
     with pytest.raises(DeadlockFault, match="lacks 2 arrivals and 0 bytes"):
         launch(gpu, "async_copies", "misused_barrier", 2, gpu.zeros(64, np.uint8), block=1)
+
+
+def stream(gpu: EmulatorBackend, tiles: int, fault: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """What a ring filled by cp.async adds up, and what it should."""
+    data = np.random.default_rng(0).integers(-100, 100, (tiles, 64)).astype(np.float32)
+    out = gpu.empty(64, np.float32)
+    launch(gpu, "faulty_copies", "arrive_stream", gpu.asarray(data), out, tiles, fault, block=96)
+    return out, data.sum(axis=0)
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 2, 3, 4, 17])
+def test_copies_that_arrive_at_a_barrier(gpu: EmulatorBackend, tiles: int) -> None:
+    for seed in range(3):
+        gpu.seed = seed
+        np.testing.assert_array_equal(*stream(gpu, tiles))
+
+
+def test_arriving_before_the_copies_reads_poison(fifo: EmulatorBackend) -> None:
+    assert np.isnan(stream(fifo, 3, fault=2)[0]).all()
+
+
+def test_arrivals_nobody_waits_for(fifo: EmulatorBackend) -> None:
+    with pytest.raises(AsyncCopyFault, match=r"ended with 32 arrivals of cp\.async copies in flight"):
+        stream(fifo, 1, fault=1)
+
+
+def test_more_arrivals_than_counted_on(fifo: EmulatorBackend) -> None:
+    with pytest.raises(AsyncCopyFault, match="an arrival beyond the 32 of its phase, for which 31 arrivals"):
+        stream(fifo, 1, fault=3)
+
+
+def test_fewer_arrivals_than_counted_on(fifo: EmulatorBackend) -> None:
+    message = "lacks 33 arrivals and 0 bytes, of which 0 are in flight, as are 32 of the arrivals"
+    with pytest.raises(DeadlockFault, match=message):
+        stream(fifo, 1, fault=4)

@@ -41,8 +41,19 @@ def test_the_report_names_the_waiting_blocks(gpu: EmulatorBackend) -> None:
 
 
 def test_too_many_resident_threads(fifo: EmulatorBackend) -> None:
-    with pytest.raises(LaunchError, match="cooperative launch of 17 blocks of 1024 threads"):
+    most = fifo.limits.cooperative_threads
+    assert most is not None
+    blocks = most // 1024
+    counter, cells = fifo.zeros(1, np.uint32), fifo.zeros(blocks + 1, np.uint32)
+    out = fifo.empty((blocks + 1, 2), np.uint32)
+
+    def pass_round(count: int) -> None:
         launch(
-            fifo, "cooperative", "one_block_missing", fifo.zeros(1, np.uint32),
-            grid=(17, 1, 1), block=1024, cooperative=True,
+            fifo, "cooperative", "pass_round", counter, cells, out, 1,
+            grid=(count, 1, 1), block=1024, shared_mem=256, cooperative=True,
         )  # fmt: skip
+
+    pass_round(blocks)
+    np.testing.assert_array_equal(out[:blocks, 0], (np.arange(blocks) + 1) % blocks)
+    with pytest.raises(LaunchError, match=f"cooperative launch of {blocks + 1} blocks of 1024 threads"):
+        pass_round(blocks + 1)

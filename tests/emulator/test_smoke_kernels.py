@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from cupaged import ops
 from cupaged.backends.emulator import EmulatorBackend
-from cupaged.launch import KernelLaunch
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 64, 16, 12
@@ -23,23 +22,16 @@ def random_bf16(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(BF16)
 
 
-def launch_own(gpu: EmulatorBackend, module: str, arguments: Sequence[Any]) -> None:
-    kernel = gpu.kernel(module, module)
-    builder = KernelLaunch(gpu, kernel)
-    for parameter, value in zip(kernel.parameters, arguments, strict=True):
-        getattr(builder, f"arg_{parameter.kind}")(value)
-    builder.launch(gpu.null_stream())
-
-
 def write_tokens(
     gpu: EmulatorBackend, key: np.ndarray, value: np.ndarray, slots: np.ndarray
 ) -> tuple[Any, Any]:
     k_cache = gpu.empty((NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM), BF16)
     v_cache = gpu.empty(k_cache.shape, BF16)
     stride = NUM_KV_HEADS * HEAD_DIM
-    arguments = [gpu.asarray(key), gpu.asarray(value), k_cache, v_cache, gpu.asarray(slots), len(slots)]
-    arguments += [NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, stride, stride, NUM_BLOCKS * BLOCK_SIZE]
-    launch_own(gpu, "reshape_and_cache_bf16", arguments)
+    name = "reshape_and_cache_bf16"
+    arrays = (gpu.asarray(key), gpu.asarray(value), k_cache, v_cache, gpu.asarray(slots))
+    sizes = (len(slots), NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, stride, stride)
+    ops.reshape_and_cache_bf16(gpu, gpu.kernel(name, name), *arrays, *sizes, gpu.null_stream())
     return k_cache, v_cache
 
 
@@ -81,10 +73,14 @@ def test_write_then_attend(gpu: EmulatorBackend, workers: int) -> None:
 
     q = random_bf16(rng, 3, NUM_Q_HEADS, HEAD_DIM)
     output = gpu.empty((3, NUM_Q_HEADS, HEAD_DIM), BF16)
-    arguments = [gpu.asarray(q), k_cache, v_cache, output, gpu.asarray(tables.astype(np.int32))]
-    arguments += [gpu.asarray(np.array(seq_lens, np.int32)), TABLE_WIDTH, 3, NUM_Q_HEADS, NUM_KV_HEADS]
-    arguments += [HEAD_DIM, BLOCK_SIZE, 1 / math.sqrt(HEAD_DIM), NUM_Q_HEADS * HEAD_DIM, 0, NUM_BLOCKS]
-    launch_own(gpu, "paged_decode_attn_bf16", arguments)
+    name = "paged_decode_attn_bf16"
+    arrays = (gpu.asarray(q), k_cache, v_cache, output, gpu.asarray(tables.astype(np.int32)))
+    lengths = gpu.asarray(np.array(seq_lens, np.int32))
+    sizes = (TABLE_WIDTH, 3, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    scalars = (1 / math.sqrt(HEAD_DIM), NUM_Q_HEADS * HEAD_DIM, 0)
+    ops.paged_decode_attn_bf16(
+        gpu, gpu.kernel(name, name), *arrays, lengths, *sizes, *scalars, gpu.null_stream()
+    )
 
     for s in range(3):
         expected = softmax_attention(q[s], keys[s], values[s])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,9 @@ class EmulatorBackend(HandleFactory):
 
     @property
     def limits(self) -> DeviceLimits:
-        """Those of an sm_90 GPU with `num_sms` multiprocessors."""
-        return limits_of_capability(90, self.num_sms)
+        """Those of an sm_90 GPU with `num_sms` multiprocessors, but for ``cooperative_threads``."""
+        limits = limits_of_capability(90, self.num_sms)
+        return replace(limits, cooperative_threads=build.RESIDENT_THREADS)
 
     def load(self, source: KernelSource) -> EmulatedKernel:
         """Compile (or fetch from disk) and load.

@@ -34,7 +34,8 @@ _COMMON_FLAGS = (
     "-fvisibility-inlines-hidden",
     "-w",
 )
-_KERNEL_FLAGS = ("-O2", *_COMMON_FLAGS, "-DCUPAGED_EMULATOR=1")
+# More optimisation than this costs more time to compile than launches win back.
+_KERNEL_FLAGS = ("-O1", *_COMMON_FLAGS, "-DCUPAGED_EMULATOR=1")
 CHECK_DEFINE = "CUPAGED_EMULATOR_CHECK"
 # The sanitizers' instrumentation, without their libraries: the runtime has the functions that it calls.
 _CHECKED_KERNEL_FLAGS = (
@@ -54,6 +55,9 @@ _CHECKED_LINK_FLAGS = ("-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset",)
 _RUNTIME_FLAGS = ("-O3", *_COMMON_FLAGS)
 _LINK_FLAGS = ("-shared", "-pthread")
 
+# Of a co-operative launch, all at once: each has a stack with a guard page, and mappings are limited.
+RESIDENT_THREADS = 16 * 1024
+
 _ATTEMPTS = 3  # to get a compiled file loaded, where others remove files from the cache meanwhile
 
 _Loaded = TypeVar("_Loaded")
@@ -67,6 +71,7 @@ def runtime_library(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
         defines: macros, for example ``CUPAGED_EMULATOR_UCONTEXT``.
     """
     flags = [*_RUNTIME_FLAGS, *_LINK_FLAGS, *(f"-D{name}" for name in defines)]
+    flags.append(f"-DCUPAGED_EMULATOR_RESIDENT_THREADS={RESIDENT_THREADS}")
     if platform.machine() in ("x86_64", "AMD64"):
         flags.append("-fcf-protection=none")  # shadow stacks know nothing of switching between stacks
     key = _key(compiler, flags)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cupaged import environment
 from cupaged.errors import BackendUnavailableError, CompileError
 
 _CANDIDATES = ("g++", "c++", "clang++")
@@ -74,7 +75,7 @@ def find_compiler() -> Compiler:
     Raises:
         BackendUnavailableError: there is none; the message says what was looked for and how to get one.
     """
-    if own := os.environ.get("CXX", "").strip():
+    if own := environment.CXX.get():
         command = tuple(shlex.split(own))
         if shutil.which(command[0]) is None:
             raise BackendUnavailableError(

@@ -111,6 +111,24 @@ extern "C" __global__ void release_acquire(u32* flag, u32* data, u32 fault) {
   }
 }
 
+// A flag that is released, watched without ordering, and taken over by a fence. fault 1: no fence; 2: an
+// ordinary flag.
+extern "C" __global__ void watch_flag(u32* flag, u32* data, u32 fault) {
+  if (threadIdx.x == 0) {
+    data[0] = 41;  // here: watch write
+    if (fault == 2) {
+      *flag = 1;  // here: watch plain flag
+    } else {
+      ptx::store_release(flag, 1u);
+    }
+  }
+  if (threadIdx.x == 32) {
+    while (ptx::load_relaxed(flag) == 0u) ptx::spin_pause();  // here: watch spin
+    if (fault != 1) __threadfence();
+    data[1] = data[0] + 1;  // here: watch read
+  }
+}
+
 // A lock that threads of all blocks take in turns. fault 1: no fence after it is taken.
 extern "C" __global__ void locked_sum(u32* lock, u32* total, u32 fault) {
   if (threadIdx.x % 32 != 0) return;

@@ -63,3 +63,17 @@ extern "C" __global__ void copy_struct(const Wide* in, Wide* out, u32 fault) {
   const u32* from = reinterpret_cast<const u32*>(in) + fault;
   *out = *reinterpret_cast<const Wide*>(from);  // here: struct
 }
+
+// Asks for lines to be cached before it reads them. fault 1: a line past the end; 2: one of shared
+// memory; 3: too many bytes; 4: a size that is no multiple of 16; 5: no such address.
+extern "C" __global__ void fetch_ahead(const u32* in, u32* out, u32 count, u32 fault) {
+  __shared__ u32 cells[32];
+  const u32 i = threadIdx.x;
+  cells[i] = i;
+  const u32* line = fault == 2 ? cells : fault == 5 ? nullptr : in + (fault == 1 ? count : 0);
+  ptx::prefetch_l2(line + i);  // here: prefetch line
+  const u32 bytes = 4 * count + (fault == 3 ? 16 : 0) - (fault == 4 ? 8 : 0);
+  if (i == 0) ptx::bulk_prefetch_l2(in, bytes);  // here: prefetch bulk
+  __syncwarp();
+  out[i] = in[i] + cells[i];
+}

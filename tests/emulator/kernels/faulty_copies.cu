@@ -93,3 +93,48 @@ extern "C" __global__ void bulk_stream(const float* in, float* out, u32 tiles, u
     out[i] = sum;
   }
 }
+
+// A ring that warp 0 fills by cp.async, 8 bytes a lane, and a note by lane 0; warps 1 and 2 consume. A
+// stage is full after 32 arrivals of copies and the one for the note. fault 1: consumers do not wait; 2:
+// lanes arrive before they copy; 3: one arrival too few is counted on; 4: one too many; 5: the producer
+// does not wait for an empty stage; 6: nobody arrives for the note; 7: lane 31 copies and never arrives,
+// and is not counted on.
+extern "C" __global__ void arrive_stream(const float* in, float* out, u32 tiles, u32 fault) {
+  __shared__ __align__(16) float ring[STAGES][TILE];
+  __shared__ u32 notes[STAGES];
+  __shared__ u64 full[STAGES], empty[STAGES];
+  if (threadIdx.x == 0) {
+    const u32 arrivals = fault == 4 ? 34 : fault == 3 || fault == 6 || fault == 7 ? 32 : 33;
+    for (u32 s = 0; s < STAGES; s++) {
+      ptx::mbarrier_init(&full[s], arrivals);
+      ptx::mbarrier_init(&empty[s], 2);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const u32 lane = threadIdx.x;
+    for (u32 tile = 0; tile < tiles; tile++) {
+      const u32 s = tile % STAGES, round = tile / STAGES;
+      if (fault != 5) ptx::mbarrier_wait_parity(&empty[s], (round & 1u) ^ 1u);  // here: arrive empty
+      if (lane == 0) notes[s] = tile;                                           // here: arrive note
+      if (fault == 2) ptx::cp_async_mbarrier_arrive_noinc(&full[s]);
+      ptx::cp_async_small<8>(&ring[s][2 * lane], in + tile * TILE + 2 * lane);  // here: arrive copy
+      if (fault != 2 && (fault != 7 || lane != 31))
+        ptx::cp_async_mbarrier_arrive_noinc(&full[s]);  // here: arrive late
+      if (lane == 0 && fault != 6) ptx::mbarrier_arrive(&full[s]);
+    }
+  } else {
+    const u32 i = threadIdx.x - 32;
+    float sum = 0.0f;
+    for (u32 tile = 0; tile < tiles; tile++) {
+      const u32 s = tile % STAGES;
+      if (fault != 1) ptx::mbarrier_wait_parity(&full[s], tile / STAGES & 1u);  // here: arrive wait
+      sum += ring[s][i];                                                        // here: arrive read
+      sum += static_cast<float>(notes[s] - tile);                               // here: arrive note read
+      __syncwarp();
+      if (i % 32 == 0) ptx::mbarrier_arrive(&empty[s]);
+    }
+    out[i] = sum;
+  }
+}

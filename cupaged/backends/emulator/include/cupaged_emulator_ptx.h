@@ -29,6 +29,8 @@ DEVICE u32 pack_bf16x2(float low, float high) {
          (static_cast<u32>(cupaged_emulator::float_to_bfloat(high)) << 16);
 }
 
+DEVICE float log2_approx(float x) { return __builtin_log2f(x); }
+DEVICE float reciprocal_approx(float x) { return 1.0f / x; }
 // Below 2^-126 the device flushes to zero.
 DEVICE float exp2_approx(float x) { return x < -126.0f ? 0.0f : __builtin_exp2f(x); }
 
@@ -78,6 +80,9 @@ DEVICE void mbarrier_init_fence() { cupaged_emulator::note_fence(cupaged_emulato
 DEVICE void mbarrier_arrive(u64* barrier) {
   cupaged_emulator::mbarrier_arrive(mbarrier_word(barrier), 0);
 }
+DEVICE void cp_async_mbarrier_arrive_noinc(u64* barrier) {
+  cupaged_emulator::copy_async_arrive(mbarrier_word(barrier));
+}
 DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
   cupaged_emulator::mbarrier_arrive(mbarrier_word(barrier), bytes);
 }
@@ -94,6 +99,10 @@ DEVICE void bulk_copy_evict_first(void* shared, const void* global, u32 bytes, u
   bulk_copy(shared, global, bytes, barrier);
 }
 
+DEVICE void bulk_prefetch_l2(const void* global, u32 bytes) {
+  cupaged_emulator::prefetch_bulk(global, bytes);
+}
+
 // Launches run one after another.
 DEVICE void grid_dependency_wait() {}
 DEVICE void grid_launch_dependents() {}
@@ -105,6 +114,13 @@ DEVICE u32 load_acquire(const u32* pointer) {
   yield("load_acquire", pointer, false);
   note_atomic(pointer, sizeof(u32), Access::atomic_read, Order::acquire);
   return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
+}
+
+DEVICE u32 load_relaxed(const u32* pointer) {
+  using namespace cupaged_emulator;
+  yield("load_relaxed", pointer, false);
+  note_atomic(pointer, sizeof(u32), Access::atomic_read, Order::relaxed);
+  return __atomic_load_n(pointer, __ATOMIC_RELAXED);
 }
 
 DEVICE void store_release(u32* pointer, u32 value) {
@@ -129,6 +145,9 @@ DEVICE u32 atomic_inc_acq_rel(u32* pointer, u32 limit) {
 // ---- loads with cache hints
 
 DEVICE uint4 load_streaming_16(const void* pointer) { return *static_cast<const uint4*>(pointer); }
+
+// Moves nothing; check mode sees that the address is one of the launch's.
+DEVICE void prefetch_l2(const void* global) { cupaged_emulator::prefetch(global); }
 
 // A delay tunes when a GPU's requests go out; there is nothing to tune here.
 DEVICE void delay_cycles(u32 cycles) { static_cast<void>(cycles); }

@@ -5,6 +5,7 @@
 #include "launch.cpp"
 #include "matrix.cpp"
 #include "mbarrier.cpp"
+#include "prefetch.cpp"
 #include "report.cpp"
 #include "scheduler.cpp"
 #include "shared_memory.cpp"

@@ -9,13 +9,18 @@
 namespace cupaged_emulator {
 
 void ThreadCopies::wait(unsigned allowed) {
-  size_t landed = 0;
-  for (; landed < pending_.size(); landed++) {
-    const Copy& copy = pending_[landed];
-    if (copy.group + allowed >= open_group_) break;
-    memcpy(copy.shared, copy.global, copy.bytes);
-  }
-  pending_.erase(pending_.begin(), pending_.begin() + static_cast<ptrdiff_t>(landed));
+  size_t count = 0;
+  while (count < pending_.size() && pending_[count].group + allowed < open_group_) count++;
+  land(landed_ + count);
+}
+
+void ThreadCopies::land(uint64_t count) {
+  if (count <= landed_) return;
+  const auto end = pending_.begin() + static_cast<ptrdiff_t>(count - landed_);
+  for (auto copy = pending_.begin(); copy != end; ++copy)
+    memcpy(copy->shared, copy->global, copy->bytes);
+  pending_.erase(pending_.begin(), end);
+  landed_ = count;
 }
 
 void copy_async(void* shared, const void* global, unsigned bytes) {

@@ -1,6 +1,6 @@
 // Copies from global to shared memory that a kernel starts and waits for later. Fifo and reverse
 // schedules let them land as late as the program allows, with 0xFF bytes at their target until then; the
-// random schedule lets each land at once or late.
+// random schedule lets each land at once or late. So it is with arrivals that wait for cp.async copies.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -18,6 +18,7 @@ class ThreadCopies {
   void clear() {
     pending_.clear();
     open_group_ = 0;
+    landed_ = 0;
   }
   void add(void* shared, const void* global, unsigned bytes) {
     pending_.push_back({shared, global, bytes, open_group_});
@@ -25,6 +26,10 @@ class ThreadCopies {
   void commit() { open_group_++; }
   // Lets all groups land but the `allowed` most recent committed ones.
   void wait(unsigned allowed);
+  // Late copies issued so far.
+  uint64_t issued() const { return landed_ + pending_.size(); }
+  // Lets the first `count` of all late copies land.
+  void land(uint64_t count);
 
  private:
   struct Copy {
@@ -35,6 +40,20 @@ class ThreadCopies {
   };
   std::vector<Copy> pending_;
   unsigned open_group_ = 0;
+  uint64_t landed_ = 0;  // late copies that are no longer pending
+};
+
+// An arrival at an mbarrier that waits for a thread's copies.
+struct CopyArrival {
+  Fiber* issuer;
+  uint64_t copies;  // that it waits for: ThreadCopies::issued
+  uint32_t time;    // in check mode
+};
+
+// Those in flight to one barrier.
+struct CopyArrivals {
+  uint64_t* barrier;
+  std::vector<CopyArrival> in_flight;
 };
 
 // A bulk copy in flight; its bytes are due on `barrier`.
@@ -46,7 +65,7 @@ struct BulkCopy {
   Fiber* issuer;
 };
 
-// Reports copies that a block left in flight; false where there are some.
+// Reports copies and arrivals that a block left in flight; false where there are some.
 bool all_copies_landed(Block& block);
 
 // One line about a barrier that somebody waits for, into `text`.

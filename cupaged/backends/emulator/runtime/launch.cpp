@@ -18,8 +18,8 @@
 namespace cupaged_emulator {
 namespace {
 
-constexpr size_t MAX_SHARED_BYTES = 227 * 1024;       // static and dynamic, of a block
-constexpr uint64_t MAX_RESIDENT_THREADS = 16 * 1024;  // each has a stack with a guard page of its own
+constexpr size_t MAX_SHARED_BYTES = 227 * 1024;  // static and dynamic, of a block
+constexpr uint64_t MAX_RESIDENT_THREADS = CUPAGED_EMULATOR_RESIDENT_THREADS;  // by build.py
 #ifdef CUPAGED_EMULATOR_CHECK
 constexpr uint64_t MAX_CHECKED_THREADS = uint64_t{32} << 32;  // warps and couriers have 32-bit numbers
 #endif

@@ -1,8 +1,9 @@
-// mbarriers and the bulk copies that complete on them.
+// mbarriers and the copies that complete on them: bulk copies, by their bytes, and cp.async, by
+// arrivals.
 //
 // The barrier's state lies in its 64-bit word of shared memory, like the device's (in another layout).
-// A phase completes when all arrivals are in and all expected bytes have landed. Copies land when
-// somebody waits for a phase that lacks nothing else.
+// A phase completes when all arrivals are in and all expected bytes have landed. Copies land, and
+// arrive, when somebody waits for a phase that lacks nothing else.
 #include <stdio.h>
 #include <string.h>
 
@@ -59,6 +60,36 @@ long long bytes_in_flight(const Block& block, const uint64_t* barrier) {
   return bytes;
 }
 
+unsigned arrivals_in_flight(const Block& block, const uint64_t* barrier) {
+  for (const CopyArrivals& arrivals : block.copy_arrivals)
+    if (arrivals.barrier == barrier) return static_cast<unsigned>(arrivals.in_flight.size());
+  return 0;
+}
+
+std::vector<CopyArrival>& arrivals_to(Block& block, uint64_t* barrier) {
+  for (CopyArrivals& arrivals : block.copy_arrivals)
+    if (arrivals.barrier == barrier) return arrivals.in_flight;
+  block.copy_arrivals.push_back({barrier, {}});
+  return block.copy_arrivals.back().in_flight;
+}
+
+// A phase must have room for one more arrival, beside those in flight: with more, it could complete
+// before the copies that it is there for.
+void check_arrival(const Block& block, const uint64_t* barrier, const BarrierState& state) {
+  const unsigned in_flight = arrivals_in_flight(block, barrier);
+  if (state.missing > in_flight) return;
+  if (in_flight != 0)
+    fault(FaultKind::async_copy,
+          "mbarrier %p: an arrival beyond the %u of its phase, for which %u arrivals of cp.async copies "
+          "are in flight",
+          static_cast<const void*>(barrier), static_cast<unsigned>(state.arrivals), in_flight);
+  fault(FaultKind::async_copy,
+        "mbarrier %p: an arrival beyond the %u of its phase, which still expects "
+        "%lld bytes",
+        static_cast<const void*>(barrier), static_cast<unsigned>(state.arrivals),
+        static_cast<long long>(state.bytes));
+}
+
 // Starts the next phase if this one is complete.
 void advance(Block& block, uint64_t* barrier, BarrierState state) {
   if (state.missing == 0 && state.bytes < 0)
@@ -102,6 +133,29 @@ void land_copies(Block& block, uint64_t* barrier, BarrierState state) {
   advance(block, barrier, state);
 }
 
+void land_and_arrive(Block& block, uint64_t* barrier, BarrierState state, const CopyArrival* arrivals,
+                     size_t count) {
+  for (size_t i = 0; i < count; i++) arrivals[i].issuer->copies.land(arrivals[i].copies);
+  order::copies_arrived(block, barrier, arrivals, count);
+  state.missing -= count;
+  block.worker->progress++;
+  advance(block, barrier, state);
+}
+
+// Somebody waits for the phase: lets what is in flight land where the phase lacks nothing else.
+void land_for_waiter(Block& block, uint64_t* barrier, BarrierState state) {
+  const unsigned in_flight = arrivals_in_flight(block, barrier);
+  if (state.missing != in_flight) return;
+  if (in_flight != 0) {
+    std::vector<CopyArrival> arrivals;
+    arrivals.swap(arrivals_to(block, barrier));
+    land_and_arrive(block, barrier, state, arrivals.data(), arrivals.size());
+    if (state.bytes == 0) return;
+    state = read_state(barrier);
+  }
+  land_copies(block, barrier, state);
+}
+
 void check_bulk_copy(const Block& block, const void* shared, const void* global, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0 ||
       bytes % 16 != 0 || bytes == 0)
@@ -138,12 +192,7 @@ void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes) {
   CUPAGED_NOTE_SITE();
   BarrierState state = checked_state(barrier, "mbarrier.arrive");
   note_access(barrier, sizeof(*barrier), Access::atomic_update);
-  if (state.missing == 0)
-    fault(FaultKind::async_copy,
-          "mbarrier %p: an arrival beyond the %u of its phase, which still expects "
-          "%lld bytes",
-          static_cast<void*>(barrier), static_cast<unsigned>(state.arrivals),
-          static_cast<long long>(state.bytes));
+  check_arrival(*running().home, barrier, state);
   if (state.bytes + static_cast<long long>(expected_bytes) > static_cast<long long>(MAX_ARRIVALS))
     fault(FaultKind::async_copy, "mbarrier %p: %lld expected bytes are more than it counts (%u)",
           static_cast<void*>(barrier), state.bytes + static_cast<long long>(expected_bytes),
@@ -160,8 +209,8 @@ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   parity &= 1u;
   BarrierState state = checked_state(barrier, "mbarrier.try_wait");
   note_access(barrier, sizeof(*barrier), Access::atomic_read);
-  if (state.parity == parity && state.missing == 0) {
-    land_copies(*running().home, barrier, state);
+  if (state.parity == parity) {
+    land_for_waiter(*running().home, barrier, state);
     state = read_state(barrier);
   }
   if (state.parity == parity) {
@@ -191,7 +240,31 @@ void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barri
   block.bulk_copies.push_back(copy);
 }
 
+void copy_async_arrive(uint64_t* barrier) {
+  CUPAGED_NOTE_SITE();
+  Fiber& self = running();
+  Block& block = *self.home;
+  const BarrierState state = checked_state(barrier, "cp.async.mbarrier.arrive");
+  check_arrival(block, barrier, state);
+  const CopyArrival arrival{&self, self.copies.issued(), order::copy_arrival_issued(self, barrier)};
+  if (block.worker->schedule == Schedule::random && block.worker->coin()) {
+    land_and_arrive(block, barrier, state, &arrival, 1);
+    return;
+  }
+  arrivals_to(block, barrier).push_back(arrival);
+  block.worker->progress++;
+}
+
 bool all_copies_landed(Block& block) {
+  for (const CopyArrivals& arrivals : block.copy_arrivals) {
+    if (arrivals.in_flight.empty()) continue;
+    block.worker->report.set(FaultKind::async_copy, arrivals.in_flight.front().issuer,
+                             "the block ended with %zu arrivals of cp.async copies in flight to "
+                             "mbarrier %p: nobody waited for "
+                             "them",
+                             arrivals.in_flight.size(), static_cast<const void*>(arrivals.barrier));
+    return false;
+  }
   if (block.bulk_copies.empty()) return true;
   const BulkCopy& first = block.bulk_copies.front();
   block.worker->report.set(
@@ -204,11 +277,15 @@ bool all_copies_landed(Block& block) {
 
 void describe_mbarrier(const Block& block, const uint64_t* barrier, char* text, size_t size) {
   const BarrierState state = read_state(barrier);
-  snprintf(text, size,
-           "mbarrier %p (phase parity %u) lacks %u arrivals and %lld bytes, of which %lld are in flight",
-           static_cast<const void*>(barrier), static_cast<unsigned>(state.parity),
-           static_cast<unsigned>(state.missing), static_cast<long long>(state.bytes),
-           bytes_in_flight(block, barrier));
+  const int used = snprintf(
+      text, size,
+      "mbarrier %p (phase parity %u) lacks %u arrivals and %lld bytes, of which %lld are in flight",
+      static_cast<const void*>(barrier), static_cast<unsigned>(state.parity),
+      static_cast<unsigned>(state.missing), static_cast<long long>(state.bytes),
+      bytes_in_flight(block, barrier));
+  const unsigned arrivals = arrivals_in_flight(block, barrier);
+  if (arrivals != 0 && used > 0 && static_cast<size_t>(used) < size)
+    snprintf(text + used, size - used, ", as are %u of the arrivals", arrivals);
 }
 
 }  // namespace cupaged_emulator

@@ -12,6 +12,7 @@ struct Block;
 struct Fiber;
 struct Warp;
 struct BulkCopy;
+struct CopyArrival;
 struct LaunchRequest;
 
 namespace order {
@@ -36,6 +37,10 @@ void copies_waited_for(Fiber& fiber, unsigned allowed);
 // A phase of an mbarrier orders arrivals and copies before those that wait for it.
 void mbarrier_initialised(Fiber& fiber, uint64_t* barrier);
 void mbarrier_arrived(Fiber& fiber, const uint64_t* barrier);
+// A thread's cp.async copies so far are to arrive at the barrier; returns the time of it.
+uint32_t copy_arrival_issued(Fiber& fiber, const uint64_t* barrier);
+// Their arrivals: these order the copies, but nothing else that the issuing threads did.
+void copies_arrived(Block& block, const uint64_t* barrier, const CopyArrival* arrivals, size_t count);
 void bulk_copy_issued(Fiber& fiber, const BulkCopy& copy);
 void mbarrier_completed(Block& block, const uint64_t* barrier);
 void mbarrier_waited_for(Fiber& fiber, const uint64_t* barrier);
@@ -52,6 +57,8 @@ inline void copies_committed(Fiber&) {}
 inline void copies_waited_for(Fiber&, unsigned) {}
 inline void mbarrier_initialised(Fiber&, uint64_t*) {}
 inline void mbarrier_arrived(Fiber&, const uint64_t*) {}
+inline uint32_t copy_arrival_issued(Fiber&, const uint64_t*) { return 0; }
+inline void copies_arrived(Block&, const uint64_t*, const CopyArrival*, size_t) {}
 inline void bulk_copy_issued(Fiber&, const BulkCopy&) {}
 inline void mbarrier_completed(Block&, const uint64_t*) {}
 inline void mbarrier_waited_for(Fiber&, const uint64_t*) {}

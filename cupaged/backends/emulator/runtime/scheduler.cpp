@@ -142,6 +142,7 @@ void Block::start(uint3 index) {
   alive = static_cast<unsigned>(fibers.size());
   barrier = BlockBarrier{};
   bulk_copies.clear();
+  copy_arrivals.clear();
   ready_warps = yielded_warps = 0;
   current_warp = worker->schedule == Schedule::reverse ? static_cast<unsigned>(warps.size()) - 1 : 0;
   for (Fiber& fiber : fibers) {

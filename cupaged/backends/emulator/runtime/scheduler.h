@@ -92,7 +92,8 @@ struct Block : BlockView {
   uint32_t yielded_warps = 0;
   unsigned current_warp = 0;
   BlockBarrier barrier;
-  std::vector<BulkCopy> bulk_copies;  // in flight
+  std::vector<BulkCopy> bulk_copies;        // in flight
+  std::vector<CopyArrivals> copy_arrivals;  // by barrier
   DynamicShared dynamic;
   SharedImage image;  // static shared memory while another block runs (cooperative launches)
 #ifdef CUPAGED_EMULATOR_CHECK

@@ -15,10 +15,13 @@ CUPAGED_EMULATOR_API void note_access(const void* address, size_t bytes, Access 
 // The current thread makes an atomic access; nothing runs between this call and the access.
 CUPAGED_EMULATOR_API void note_atomic(const void* address, size_t bytes, Access access, Order order);
 CUPAGED_EMULATOR_API void note_fence(Scope scope);
+// The current thread asks for global memory to be cached: it must be there, but is not read.
+void note_prefetch(const void* address, size_t bytes);
 #else
 inline void note_access(const void*, size_t, Access) {}
 inline void note_atomic(const void*, size_t, Access, Order) {}
 inline void note_fence(Scope) {}
+inline void note_prefetch(const void*, size_t) {}
 #endif
 
 }  // namespace cupaged_emulator

@@ -78,11 +78,17 @@ CUPAGED_EMULATOR_API void load_matrix_x4(uint32_t* fragments, const void* row, b
 CUPAGED_EMULATOR_API void copy_async(void* shared, const void* global, unsigned bytes);
 CUPAGED_EMULATOR_API void copy_async_commit();
 CUPAGED_EMULATOR_API void copy_async_wait(unsigned pending_groups);
+// Arrives at the barrier when the thread's copies so far have landed.
+CUPAGED_EMULATOR_API void copy_async_arrive(uint64_t* barrier);
 
 CUPAGED_EMULATOR_API void mbarrier_init(uint64_t* barrier, uint32_t arrivals);
 CUPAGED_EMULATOR_API void mbarrier_arrive(uint64_t* barrier, uint32_t expected_bytes);
 CUPAGED_EMULATOR_API bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity);
 CUPAGED_EMULATOR_API void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
+
+// Nothing moves; in check mode the bytes must belong to the launch.
+CUPAGED_EMULATOR_API void prefetch(const void* global);
+CUPAGED_EMULATOR_API void prefetch_bulk(const void* global, uint32_t bytes);
 
 // ---- scheduling
 

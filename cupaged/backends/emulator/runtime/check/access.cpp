@@ -61,10 +61,10 @@ std::string describe(const Block& block, const Stamp& stamp) {
               name_of(other.access), by.c_str());
 }
 
-[[noreturn]] void report_outside(uintptr_t address, size_t bytes, Access access, const void* site) {
+[[noreturn]] void report_outside(uintptr_t address, size_t bytes, const char* what, const void* site) {
   const std::string nearest = session.nearest_to(*running().home, address, bytes);
   check_fault(FaultKind::out_of_bounds, site, 0, "%zu-byte %s outside every buffer of the launch: %s",
-              bytes, name_of(access), nearest.c_str());
+              bytes, what, nearest.c_str());
 }
 
 // Memory that lies in one piece from `first` on.
@@ -120,7 +120,7 @@ void check_visit(Block& block, uintptr_t address, size_t bytes, const Visit& vis
   Target target;
   if (!find_target(block, address, &target)) {
     if (session.is_exempt(address, bytes, writes(visit.access))) return;
-    report_outside(address, bytes, visit.access, site);
+    report_outside(address, bytes, name_of(visit.access), site);
   }
   if (target.granules == nullptr && writes(visit.access))
     check_fault(FaultKind::out_of_bounds, site, 0, "%zu-byte %s of %s, which is a pointer to const",
@@ -134,7 +134,7 @@ void check_visit(Block& block, uintptr_t address, size_t bytes, const Visit& vis
   // The next bytes may be another buffer's, with no gap between.
   Target next;
   if (target.space->is_shared || !session.find(target.end, &next))
-    report_outside(address, bytes, visit.access, site);
+    report_outside(address, bytes, name_of(visit.access), site);
   check_visit(block, target.end, bytes - here, visit, site);
 }
 
@@ -147,6 +147,16 @@ void check_access(uintptr_t address, size_t bytes, Access access, const void* si
   const ThreadState& state = self.check;
   check_visit(*self.home, address, bytes,
               {state, {state.owner, state.time, state.lane_bit, session.site_of(site)}, access}, site);
+}
+
+void check_prefetch(uintptr_t address, size_t bytes, const void* site) {
+  if (session.is_exempt(address, bytes, false)) return;
+  const uintptr_t end = address + bytes;
+  for (uintptr_t at = address; at < end;) {
+    Target target;
+    if (!session.find(at, &target)) report_outside(address, bytes, "prefetch", site);
+    at = target.end;
+  }
 }
 
 void check_courier(const void* address, size_t bytes, Access access, const Stamp& stamp) {

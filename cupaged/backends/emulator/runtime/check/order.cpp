@@ -105,6 +105,10 @@ void check::check_atomic(const void* address, size_t bytes, Access access, Order
     leave_behind(self, location, order, access == Access::atomic_update);
 }
 
+void note_prefetch(const void* address, size_t bytes) {
+  check::check_prefetch(reinterpret_cast<uintptr_t>(address), bytes, running().check.site);
+}
+
 void note_fence(Scope scope) {
   Fiber& self = running();
   check::ThreadState& state = self.check;
@@ -220,12 +224,22 @@ void lanes_synchronised(Warp& warp, uint32_t lanes) {
   });
 }
 
-void copy_issued(Fiber& fiber, const void* shared, const void* global, size_t bytes) {
+namespace {
+
+// Of the courier of the thread's cp.async copies, at a time after all of them so far.
+check::Stamp next_copy_stamp(Fiber& fiber) {
   using namespace check;
   ThreadState& state = fiber.check;
   const uint32_t owner = state.first_owner + session.owners().thread_copies(fiber.warp->index);
   state.last_copy = session.tick();
-  const Stamp stamp{owner, state.last_copy, fiber.bit(), session.site_of(state.site)};
+  return {owner, state.last_copy, fiber.bit(), session.site_of(state.site)};
+}
+
+}  // namespace
+
+void copy_issued(Fiber& fiber, const void* shared, const void* global, size_t bytes) {
+  using namespace check;
+  const Stamp stamp = next_copy_stamp(fiber);
   check_courier(global, bytes, Access::read, stamp);
   check_courier(shared, bytes, Access::write, stamp);
 }
@@ -264,6 +278,27 @@ void mbarrier_arrived(Fiber& fiber, const uint64_t* barrier) {
   MbarrierState* state = find_mbarrier(*fiber.home, barrier);
   state->arrived = join(state->arrived, publish(fiber));
   step(fiber);
+}
+
+uint32_t copy_arrival_issued(Fiber& fiber, const uint64_t* barrier) {
+  using namespace check;
+  const Stamp stamp = next_copy_stamp(fiber);
+  check_courier(barrier, sizeof(*barrier), Access::atomic_update, stamp);
+  return stamp.time;
+}
+
+void copies_arrived(Block& block, const uint64_t* barrier, const CopyArrival* arrivals, size_t count) {
+  using namespace check;
+  const ClockLayout layout{session.owners().warps};
+  Ref<BlockClock> landed(new BlockClock);
+  for (size_t i = 0; i < count; i++) {
+    const Fiber& issuer = *arrivals[i].issuer;
+    landed->raise(layout.thread_copies(issuer.warp->index, issuer.lane), arrivals[i].time);
+  }
+  ClockRef clock(new Clock);
+  clock->parts.push_back({block.check.number, std::move(landed)});
+  MbarrierState* state = find_mbarrier(block, barrier);
+  state->arrived = join(state->arrived, clock);
 }
 
 void bulk_copy_issued(Fiber& fiber, const BulkCopy& copy) {
