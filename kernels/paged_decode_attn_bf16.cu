@@ -1,35 +1,46 @@
-// Paged decode attention over a BF16 cache [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM].
-// Compile-time constants: SPEC_HEAD_DIM, SPEC_GQA_RATIO, SPEC_BLOCK_SIZE, SPEC_TOKEN_WARPS.
-#include "attention/decode.cuh"
+// Paged decode attention over a BF16 cache [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]: one pass,
+// or with SPEC_SPLIT the first step of split-K. The other compile-time constants are in ring/spec.cuh.
 #include "attention/format_bf16.cuh"
+#include "ring/splits.cuh"
 
-using Kernel =
-    Decode<Bf16Format<SPEC_HEAD_DIM>, SPEC_HEAD_DIM, SPEC_GQA_RATIO, SPEC_BLOCK_SIZE, SPEC_TOKEN_WARPS>;
+using Format = Bf16Format<SPEC_HEAD_DIM>;
+using Spec = RingSpec<Format, Format>;
+using Kernel = SplitDecode<Spec>;
 
-static DEVICE PoolGeometry pool_geometry(u32 num_kv_heads) {
-  constexpr u32 ROW = Bf16Format<SPEC_HEAD_DIM>::ROW_BYTES;
-  return plain_geometry(static_cast<u64>(SPEC_BLOCK_SIZE) * num_kv_heads * ROW, num_kv_heads, ROW);
-}
-
-extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, 1)
-    paged_decode_attn_bf16(const bf16_bits* q, const u8* k_cache, const u8* v_cache, bf16_bits* output,
-                           const i32* block_tables, const i32* seq_lens, u32 max_blocks_per_seq,
-                           u32 num_seqs, u32 num_q_heads, u32 num_kv_heads, u32 head_dim, u32 block_size,
-                           float inv_sqrt_d, u32 q_stride, u32 sliding_window, u32 num_blocks) {
-  Kernel::single_pass(
-      {q, k_cache, v_cache, block_tables, seq_lens, max_blocks_per_seq, num_q_heads, num_kv_heads,
-       q_stride, sliding_window, num_blocks, inv_sqrt_d, 1.0f, pool_geometry(num_kv_heads)},
-      output);
-}
-
-extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, 1)
+#if SPEC_SPLIT
+extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, Spec::BLOCKS_PER_SM)
     paged_decode_attn_splitk_bf16(const bf16_bits* q, const u8* k_cache, const u8* v_cache,
                                   float* workspace, const i32* block_tables, const i32* seq_lens,
                                   u32 max_blocks_per_seq, u32 num_q_heads, u32 num_kv_heads,
                                   u32 head_dim, u32 block_size, float inv_sqrt_d, u32 num_splits,
                                   u32 q_stride, u32 num_seqs, u32 sliding_window, u32 num_blocks) {
-  Kernel::split(
-      {q, k_cache, v_cache, block_tables, seq_lens, max_blocks_per_seq, num_q_heads, num_kv_heads,
-       q_stride, sliding_window, num_blocks, inv_sqrt_d, 1.0f, pool_geometry(num_kv_heads)},
-      workspace, num_splits);
+  const PoolGeometry geometry = pool_geometry<Spec, Format>(
+      static_cast<u64>(Spec::BLOCK_SIZE) * Spec::NUM_KV_HEADS * Format::ROW_BYTES, 0);
+  Kernel::run(
+      {q,
+       q_stride,
+       nullptr,
+       nullptr,
+       {inv_sqrt_d, 0.0f},
+       {k_cache, v_cache, block_tables, max_blocks_per_seq, num_blocks, geometry, geometry}},
+      {{seq_lens, num_seqs, sliding_window, max_blocks_per_seq, Spec::BLOCK_SIZE, 0}, num_splits, 0},
+      {nullptr, nullptr, Format::OPERAND_SHIFT, nullptr}, workspace);
 }
+#else
+extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, Spec::BLOCKS_PER_SM)
+    paged_decode_attn_bf16(const bf16_bits* q, const u8* k_cache, const u8* v_cache, bf16_bits* output,
+                           const i32* block_tables, const i32* seq_lens, u32 max_blocks_per_seq,
+                           u32 num_seqs, u32 num_q_heads, u32 num_kv_heads, u32 head_dim, u32 block_size,
+                           float inv_sqrt_d, u32 q_stride, u32 sliding_window, u32 num_blocks) {
+  const PoolGeometry geometry = pool_geometry<Spec, Format>(
+      static_cast<u64>(Spec::BLOCK_SIZE) * Spec::NUM_KV_HEADS * Format::ROW_BYTES, 0);
+  Kernel::run({q,
+               q_stride,
+               nullptr,
+               nullptr,
+               {inv_sqrt_d, 0.0f},
+               {k_cache, v_cache, block_tables, max_blocks_per_seq, num_blocks, geometry, geometry}},
+              {{seq_lens, num_seqs, sliding_window, max_blocks_per_seq, Spec::BLOCK_SIZE, 0}, 1, 0},
+              {output, nullptr, Format::OPERAND_SHIFT, nullptr}, nullptr);
+}
+#endif

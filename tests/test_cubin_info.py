@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from cupaged.backends.cupy import nvrtc
-from cupaged.errors import ArgumentValueError
 from cupaged.source import KernelSource, parse_parameters
 from tests.test_nvrtc import needs_nvrtc
 from tools import cubin_info
@@ -92,8 +90,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["nothing"], "no kernel nothing; there are"),
-        (["--spec", "head_dim=3"], "head_dim: got 3, allowed are 64"),
-        (["--spec", "size=3"], "got 'size=3', allowed are head_dim"),
+        (["--spec", "head_dim=3"], "head_dim: got 3, allowed are 16"),
+        (["--spec", "key_format=3"], "key_format: got 3, allowed are 0"),
+        (["--spec", "size=3"], "got 'size=3', allowed are key_format"),
         (["--spec", "head_dim=x"], "head_dim=x"),
     ],
 )
@@ -103,7 +102,9 @@ def test_bad_command_lines(arguments: list[str], message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
-def test_kernels_asked_for_by_name_must_exist_for_the_architecture() -> None:
-    with pytest.raises(ArgumentValueError, match="use the split-K launchers"):
-        main(["paged_decode_attn_planned_bf16", "--arch", "sm_89"])
-    assert nvrtc.CHECKED_TARGETS
+@needs_nvrtc
+def test_the_planned_kernels_of_any_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    formats = ["--spec", "key_format=2", "--spec", "value_format=1", "--spec", "query_tokens=2"]
+    main(["paged_decode_attn_merge_chunks", "paged_decode_attn_plan", "--arch", "sm_89", *formats])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["paged_decode_attn_merge_chunks", "paged_decode_attn_plan"]

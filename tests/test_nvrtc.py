@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cupaged.backends.cupy import nvrtc
 from cupaged.backends.cupy.nvrtc import CHECKED_TARGETS, Target, choose_target
-from cupaged.errors import ArgumentValueError, BackendUnavailableError, CompileError
-from cupaged.registry import KernelEntry, entries, head_tiles
+from cupaged.errors import BackendUnavailableError, CompileError
+from cupaged.registry import KernelEntry, entries, limits_of_capability
+from cupaged.registry.decode import planned_spec
 from cupaged.source import KernelSource, include_closure, kernels_dir, parse_parameters
 from tools import cubin_info
 
@@ -27,36 +27,44 @@ def nvrtc_is_missing() -> bool:
 
 needs_nvrtc = pytest.mark.skipif(nvrtc_is_missing(), reason="NVRTC cannot be imported")
 
-HEAD_DIMS, RATIOS = (64, 128, 256), (1, 4, 16)
-BULK_TARGETS = ("sm_90a", "sm_100f", "sm_120f")
+# Shapes of models, beside odd ones. Each target compiles every kernel once, over shapes, and the planned
+# kernels over formats, that change from target to target; sm_90a, which is measured, compiles more.
+SHAPES: tuple[dict[str, int], ...] = (
+    {"head_dim": 128, "gqa_ratio": 4, "num_kv_heads": 8, "block_size": 16, "joined": 1},
+    {"head_dim": 64, "gqa_ratio": 8, "num_kv_heads": 2, "block_size": 32, "joined": 0},
+    {"head_dim": 80, "gqa_ratio": 1, "num_kv_heads": 5, "block_size": 1, "joined": 0},
+    {"head_dim": 256, "gqa_ratio": 16, "num_kv_heads": 1, "block_size": 8, "joined": 0},
+)
+# Key and value format, then what else a kernel of `Decoder` can be asked for.
+VARIANTS: tuple[dict[str, int], ...] = (
+    {"key_format": 0, "value_format": 0, "latency": 1},
+    {"key_format": 1, "value_format": 1, "query_tokens": 4, "causal": 1},
+    {"key_format": 2, "value_format": 2, "many": 1, "latency": 2},
+    {"key_format": 1, "value_format": 2, "heads_first": 1},
+    {"key_format": 2, "value_format": 0, "query_f16": 1, "soft_cap": 1},
+    {"key_format": 0, "value_format": 1, "query_tokens": 2},
+)
 
 
-def specs(target: str) -> Iterator[dict[str, int]]:
-    """All pairs of head_dim and ratio on sm_90a; a third of them, each value once, on every other target."""
+def specs(entry: KernelEntry, target: str) -> list[dict[str, int]]:
+    """Constants that an entry is compiled with for a target, each set once."""
     shift = CHECKED_TARGETS.index(target)
-    for (i, head_dim), (j, ratio) in itertools.product(enumerate(HEAD_DIMS), enumerate(RATIOS)):
-        if target == "sm_90a" or (i + j + shift) % 3 == 0:
-            block_size = 16 if (i + shift) % 2 else 1
-            yield {"head_dim": head_dim, "gqa_ratio": ratio, "block_size": block_size}
-
-
-def planned_specs(target: str) -> Iterator[dict[str, int]]:
-    """Shapes of usual models, and with them both paths of the NVFP4 loader."""
-    shapes = {
-        "sm_90a": ((64, 4, 8), (128, 8, 8), (256, 16, 2)),
-        "sm_100f": ((128, 4, 8), (64, 8, 2)),
-        "sm_120f": ((128, 4, 2), (64, 8, 4)),
-    }
-    for i, (head_dim, ratio, kv_heads) in enumerate(shapes[target]):
-        sizes = {"head_dim": head_dim, "gqa_ratio": ratio, "num_kv_heads": kv_heads}
-        yield sizes | {"joined": i % 2, "block_size": 16 if i % 2 else 32}
+    if entry.specialise is None:
+        chosen = [VARIANTS[shift % 6]] if target != "sm_90a" or not entry.cooperative else VARIANTS[1:4]
+        shapes = [SHAPES[0] | {"joined": 0}, SHAPES[1]]
+        return [planned_spec(**shapes[(shift + i) % 2] | variant) for i, variant in enumerate(chosen)]
+    second = "splitk" in entry.entry
+    chosen = list(SHAPES[not second :: 2]) if target == "sm_90a" else [SHAPES[(shift + second) % 4]]
+    return list({tuple(spec[n] for n in entry.spec_names): spec for spec in chosen}.values())
 
 
 def modules() -> dict[str, list[KernelEntry]]:
-    """Entries that are compiled together: those of one module that take the same constants."""
-    groups: dict[tuple[str, tuple[str, ...]], list[KernelEntry]] = {}
+    """Entries that are compiled together: those of one module with the same macros."""
+    groups: dict[object, list[KernelEntry]] = {}
     for entry in entries():
-        groups.setdefault((entry.module, entry.spec_names), []).append(entry)
+        spec = planned_spec(**SHAPES[0]) if entry.specialise is None else SHAPES[0]
+        constants = cubin_info.constants_of(entry, spec, "sm_90a")
+        groups.setdefault((entry.module, tuple(constants.items())), []).append(entry)
     return {members[0].entry: members for members in groups.values()}
 
 
@@ -68,51 +76,45 @@ def compiled(entry: KernelEntry, spec: dict[str, int], target: str) -> dict[str,
     return cubin_info.parse_log(log)
 
 
-CASES = [
-    (name, target)
-    for (name, members), target in itertools.product(modules().items(), CHECKED_TARGETS)
-    if target in BULK_TARGETS or not members[0].cooperative
-]
+CASES = list(itertools.product(modules(), CHECKED_TARGETS))
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(("module", "target"), CASES)
 def test_every_kernel_compiles_for_every_target(module: str, target: str) -> None:
     members = modules()[module]
-    choices = list(planned_specs(target) if members[0].cooperative else specs(target))
-    seen = set()
-    for spec in choices:
-        own = tuple(spec[name] for name in members[0].spec_names)
-        if own in seen:
-            continue
-        seen.add(own)
+    limits = limits_of_capability(int("".join(filter(str.isdigit, target))), num_sms=1)
+    for spec in specs(members[0], target):
         usages = compiled(members[0], spec, target)
         assert {entry.entry for entry in members} <= set(usages)
-        for usage in usages.values():
-            assert (usage.stack, usage.spill_stores, usage.spill_loads) == (0, 0, 0), (usage, spec)
-            assert usage.shared <= 48 * 1024
+        assert len(usages) == 1 or not members[0].overlapping
         for entry in members:
-            constants = cubin_info.constants_of(entry, spec, target)
-            threads = entry.block(constants)[0] * constants.get("blocks_per_sm", 1)
-            registers = -(-usages[entry.entry].registers // 8) * 8  # as they are given out
-            assert registers * threads <= 64 * 1024, (entry.entry, constants)
+            usage, constants = usages[entry.entry], cubin_info.constants_of(entry, spec, target)
+            threads, blocks = entry.block(constants)[0], constants.get("blocks_per_sm", 1)
+            if threads <= 256:
+                assert (usage.stack, usage.spill_stores, usage.spill_loads) == (0, 0, 0), (usage, spec)
+            assert usage.shared <= 48 * 1024
+            shared = usage.shared + entry.shared_mem(constants)
+            assert shared <= limits.shared_per_block, (usage, constants)
+            assert blocks * (shared + 1024) <= limits.shared_per_sm, (usage, constants)
+            registers = -(-usage.registers // 8) * 8  # as they are given out
+            assert registers * threads * blocks <= 64 * 1024, (usage, constants)
 
 
-def test_the_specs_cover_every_pair() -> None:
-    for target in CHECKED_TARGETS:
-        assert {s["head_dim"] for s in specs(target)} == set(HEAD_DIMS)
-        assert {s["gqa_ratio"] for s in specs(target)} == set(RATIOS)
-        assert {s["block_size"] for s in specs(target)} == {1, 16}
-    assert len(list(specs("sm_90a"))) == 9
-    assert all(s["num_kv_heads"] * head_tiles(s["gqa_ratio"]) <= 8 for s in planned_specs("sm_90a"))
-
-
-def test_planned_kernels_are_not_offered_where_they_cannot_run() -> None:
-    planned = [entry for entry in entries() if entry.cooperative]
-    assert planned
-    for entry, target in itertools.product(planned, set(CHECKED_TARGETS) - set(BULK_TARGETS)):
-        with pytest.raises(ArgumentValueError, match="use the split-K launchers"):
-            cubin_info.source_of(entry, cubin_info.DEFAULT_SPEC, target)
+def test_the_specs_cover_every_variant() -> None:
+    planned = next(entry for entry in entries() if entry.cooperative)
+    variants = [spec for target in CHECKED_TARGETS for spec in specs(planned, target)]
+    for name, values in (("key_format", {0, 1, 2}), ("value_format", {0, 1, 2}), ("query_tokens", {1, 2, 4})):
+        assert {spec[name] for spec in variants} == values
+    assert {spec["latency"] for spec in variants} == {0, 1, 2}
+    for flag in ("heads_first", "causal", "soft_cap", "query_f16", "many"):
+        assert {spec[flag] for spec in variants} == {0, 1}
+    for entry in entries():
+        if "head_dim" not in entry.spec_names or entry.specialise is None:
+            continue
+        for name in entry.spec_names:
+            found = {spec[name] for target in CHECKED_TARGETS for spec in specs(entry, target)}
+            assert found == {shape[name] for shape in SHAPES}, (entry.entry, name)
 
 
 def test_no_kernel_includes_a_header_of_the_toolkit() -> None:

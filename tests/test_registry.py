@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +13,7 @@ from cupaged.errors import ArgumentValueError, KernelSourceError
 from cupaged.registry import (
     DTYPES,
     MAX_BLOCK_SIZE,
+    MAX_GQA_RATIO,
     SUPPORTED_HEAD_DIMS,
     DeviceLimits,
     KernelEntry,
@@ -21,51 +24,48 @@ from cupaged.registry import (
     head_tiles,
     limits_of_capability,
 )
-from cupaged.source import Parameter, include_closure, kernels_dir, parse_parameters
-
-HOPPER = limits_of_capability(90, 132)
-EVERY = pytest.mark.parametrize("entry", entries(), ids=lambda e: e.entry)
-ATTENTION = [e for e in entries() if "gqa_ratio" in e.spec_names]
-SIMPLE_ATTENTION = [e for e in ATTENTION if not e.cooperative]
-WITH_BLOCKS = [e for e in entries() if "block_size" in e.spec_names]
-WITH_HEAD_DIM = [e for e in entries() if "head_dim" in e.spec_names]
+from cupaged.registry.decode import planned_spec
+from cupaged.registry.ring import RingProblem, can_bulk, ring_constants, ring_shape
+from cupaged.source import include_closure, kernels_dir
+from tests.registry_cases import (
+    ATTENTION,
+    DECODE,
+    DEVICES,
+    EVERY,
+    HOPPER,
+    PINNED,
+    TILED,
+    WITH_BLOCKS,
+    WITH_HEAD_DIM,
+    constants,
+    parameters_of,
+    specialise,
+    text_of,
+)
 
 ENTRIES = {
+    "input_checks": [
+        *("input_blocks", "input_finite", "input_range", "input_scale_bytes"),
+        *("input_scales", "input_slots", "input_value"),
+    ],
     "reshape_and_cache_bf16": ["reshape_and_cache_bf16"],
     "reshape_and_cache_fp8": ["reshape_and_cache_fp8"],
     "reshape_and_cache_nvfp4": ["reshape_and_cache_nvfp4"],
     "bf16_absmax": ["bf16_absmax", "bf16_absmax_rows"],
+    "cache_blocks": ["copy_cache_blocks", "gather_tokens_bf16", "gather_tokens_f32"],
+    "merge_states": ["merge_states_bf16", "merge_states_f32", "merge_states_f32_to_bf16"],
     "paged_decode_attn_bf16": ["paged_decode_attn_bf16", "paged_decode_attn_splitk_bf16"],
     "paged_decode_attn_fp8": ["paged_decode_attn_fp8", "paged_decode_attn_splitk_fp8"],
     "paged_decode_attn_nvfp4": ["paged_decode_attn_nvfp4", "paged_decode_attn_splitk_nvfp4"],
-    "paged_decode_attn_planned_bf16": ["paged_decode_attn_planned_bf16"],
-    "paged_decode_attn_planned_fp8": ["paged_decode_attn_planned_fp8"],
-    "paged_decode_attn_planned_nvfp4": ["paged_decode_attn_planned_nvfp4"],
+    "paged_decode_attn_planned": [
+        *("paged_decode_attn_chunked", "paged_decode_attn_merge_chunks"),
+        *("paged_decode_attn_plan", "paged_decode_attn_planned"),
+    ],
     "paged_decode_attn_reduce": ["paged_decode_attn_reduce_fp8", "paged_decode_attn_reduce_nvfp4"],
-    "paged_decode_attn_tiled": ["attention_finalize", "paged_decode_attn_tiled"],
+    "paged_decode_attn_tiled": ["attention_finalize", "attention_merge_states", "paged_decode_attn_tiled"],
+    "paged_decode_attn_tiled_fp8": ["paged_decode_attn_tiled_fp8"],
+    "paged_decode_attn_tiled_nvfp4": ["paged_decode_attn_tiled_nvfp4"],
 }
-
-
-def text_of(entry: KernelEntry) -> str:
-    return (kernels_dir() / f"{entry.module}.cu").read_text()
-
-
-def parameters_of(entry: KernelEntry) -> dict[str, Parameter]:
-    return {p.name: p for p in parse_parameters(text_of(entry), entry.entry)}
-
-
-def specialise(entry: KernelEntry, **changed: int) -> dict[str, int]:
-    usual = {"head_dim": 64, "block_size": 16, "num_q_heads": 8, "num_kv_heads": 2, "gqa_ratio": 4}
-    usual |= {"data_section_bytes": 1024} | changed
-    return entry.specialise({name: usual[name] for name in entry.scalar_names})
-
-
-def constants(entry: KernelEntry, limits: DeviceLimits = HOPPER, **changed: int) -> dict[str, int]:
-    return entry.constants(specialise(entry, **changed), limits)
-
-
-def grid_of(entry: KernelEntry, **sizes: int) -> tuple[int, int, int]:
-    return entry.grid(tuple(sizes[name] for name in entry.grid_names), constants(entry), HOPPER)
 
 
 def test_the_kernels_there_are() -> None:
@@ -79,7 +79,7 @@ def test_the_kernels_there_are() -> None:
 def test_every_entry_in_the_sources_is_registered() -> None:
     for path in kernels_dir().glob("*.cu"):
         declarations = path.read_text().split('extern "C" __global__ void')[1:]
-        names = [re.search(r"(\w+)\(\s*const", text) for text in declarations]
+        names = [re.search(r"(\w+)\(\s*(?:const )?\w+\*", text) for text in declarations]
         assert sorted(name[1] for name in names if name) == ENTRIES[path.stem]
         assert len(declarations) == len(ENTRIES[path.stem])
 
@@ -110,7 +110,7 @@ def test_every_pointer_says_what_it_holds_and_how_it_is_aligned(entry: KernelEnt
     pointers = {name for name, p in parameters_of(entry).items() if p.kind == "ptr"}
     assert set(entry.holds) == pointers
     assert entry.strided <= pointers
-    element = {"bf16": 2, "fp8": 1, "nvfp4": 1, "f32": 4, "i32": 4, "u32": 4, "i64": 8}
+    element = {"bf16": 2, "half": 2, "fp8": 1, "nvfp4": 1, "bytes": 1, "f32": 4, "i32": 4, "u32": 4, "i64": 8}
     assert element.keys() == DTYPES.keys()
     for name in pointers:
         multiple = entry.multiples[name]
@@ -120,8 +120,10 @@ def test_every_pointer_says_what_it_holds_and_how_it_is_aligned(entry: KernelEnt
 
 C_TYPES = {
     "bf16": ("bf16_bits*", "u8*"),
+    "half": ("u16*",),
     "fp8": ("u8*",),
     "nvfp4": ("u8*",),
+    "bytes": ("u8*",),
     "f32": ("float*", "float2*"),
     "i32": ("i32*",),
     "u32": ("u32*",),
@@ -144,6 +146,7 @@ def test_pointer_types_in_the_source_are_what_they_hold(entry: KernelEntry) -> N
 @EVERY
 def test_inputs_are_const_and_outputs_are_not(entry: KernelEntry) -> None:
     written = {
+        "first",
         "output",
         "m_state",
         "l_state",
@@ -153,6 +156,13 @@ def test_inputs_are_const_and_outputs_are_not(entry: KernelEntry) -> None:
         "part_o",
         "part_state",
         "counters",
+        "k_target",
+        "v_target",
+        "out",
+        "out_lse",
+        "m_out",
+        "l_out",
+        "o_out",
     }
     if entry.entry.startswith("reshape"):
         written |= {"k_cache", "v_cache"}
@@ -160,42 +170,59 @@ def test_inputs_are_const_and_outputs_are_not(entry: KernelEntry) -> None:
         written.add("workspace")
     if entry.entry == "attention_finalize":
         written -= {"l_state", "o_state"}
+    if entry.entry == "paged_decode_attn_chunked":
+        written.add("states")
+    if entry.entry == "paged_decode_attn_plan":
+        written.add("plan")
     for name in entry.holds:
         assert parameters_of(entry)[name].const == (name not in written), name
 
 
+SHAPING = {"SPEC_LATENCY"}  # for `ring_shape` alone
+
+
 @EVERY
 def test_constants_are_the_macros_that_the_source_uses(entry: KernelEntry) -> None:
+    """Those that a source gives a default (``#ifndef``) may be left out."""
     assert set(entry.spec_names) == set(specialise(entry))
     defines = dict(entry.defines(constants(entry)))
     assert defines["SPEC_HEAD_DIM"] == "64" if "head_dim" in entry.spec_names else not defines
     closure = include_closure(kernels_dir() / f"{entry.module}.cu", (kernels_dir(),))
     text = "".join(re.sub(r"//[^\n]*", "", path.read_text()) for path in closure)
-    used = set(re.findall(r"\bSPEC_\w+", text))
-    if entry.entry == "attention_finalize":
-        used = {"SPEC_HEAD_DIM"}  # the other entry of its module takes more, and is compiled out
-    assert set(defines) <= used
-    assert used - set(defines) <= ({"SPEC_JOINED"} if entry.cooperative else set())
+    used, optional = set(re.findall(r"\bSPEC_\w+", text)), set(re.findall(r"#ifndef (SPEC_\w+)", text))
+    if entry.entry in ("attention_finalize", "attention_merge_states"):
+        used = {"SPEC_HEAD_DIM"}  # the other entry of their module takes more, and is compiled out
+    assert set(defines) - SHAPING <= used
+    assert used - set(defines) <= (set() if entry.specialise is None else optional)
+
+
+def test_each_entry_of_the_decode_modules_is_compiled_alone() -> None:
+    for entry in (*DECODE, *PINNED):
+        alone = {"split"} if entry in DECODE else {"entry"}
+        others = [e for e in entries() if e.module == entry.module and e is not entry]
+        mine, theirs = constants(entry), [constants(e) for e in others]
+        assert others
+        assert all(mine.keys() == their.keys() for their in theirs)
+        assert all(any(mine[name] != their[name] for name in alone) for their in theirs)
 
 
 @pytest.mark.parametrize("entry", WITH_HEAD_DIM, ids=lambda e: e.entry)
-@pytest.mark.parametrize("head_dim", [0, 1, 8, 46, 48, 63, 65, 72, 80, 96, 100, 112, 160, 512])
-def test_unsupported_head_dims(entry: KernelEntry, head_dim: int) -> None:
-    with pytest.raises(ArgumentValueError, match=f"head_dim: got {head_dim}, allowed are 64, 128, 192, 256"):
-        specialise(entry, head_dim=head_dim)
+def test_unsupported_head_dims(entry: KernelEntry) -> None:
+    for head_dim in (0, 1, 8, 15, 17, 46, 63, 65, 72, 100, 255, 264, 272, 512):
+        with pytest.raises(ArgumentValueError, match=f"head_dim: got {head_dim}, allowed are 16, 32,.* 256$"):
+            specialise(entry, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("entry", WITH_HEAD_DIM, ids=lambda e: e.entry)
 def test_supported_head_dims(entry: KernelEntry) -> None:
+    assert SUPPORTED_HEAD_DIMS == (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
     for head_dim in SUPPORTED_HEAD_DIMS:
         assert specialise(entry, head_dim=head_dim)["head_dim"] == head_dim
 
 
 @pytest.mark.parametrize("entry", WITH_BLOCKS, ids=lambda e: e.entry)
 def test_block_sizes(entry: KernelEntry) -> None:
-    # The ring's NVFP4 kernel wants scale copies of whole 16 bytes: with 2 heads of 64, runs of 2 tokens.
-    odd = () if entry.entry == "paged_decode_attn_planned_nvfp4" else (1, 3)
-    for block_size in (*odd, 2, 8, 16, 100, MAX_BLOCK_SIZE):
+    for block_size in (1, 2, 3, 8, 16, 100, 255, MAX_BLOCK_SIZE):
         assert specialise(entry, block_size=block_size)["block_size"] == block_size
     for block_size in (0, MAX_BLOCK_SIZE + 1):
         with pytest.raises(ArgumentValueError, match=f"block_size: got {block_size}, allowed is 1 to 256"):
@@ -204,7 +231,10 @@ def test_block_sizes(entry: KernelEntry) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "ratio"),
-    [((9, 3), 3), ((28, 4), 7), ((24, 4), 6), ((5, 1), 5), ((1, 1), 1), ((16, 1), 16), ((128, 8), 16)],
+    [
+        *(((9, 3), 3), ((28, 4), 7), ((24, 4), 6), ((5, 1), 5), ((1, 1), 1), ((16, 1), 16), ((17, 1), 17)),
+        *(((128, 8), 16), ((64, 2), 32), ((128, 1), 128), ((100_000, 100_000), 1)),
+    ],
 )
 def test_whole_ratios(heads: tuple[int, int], ratio: int) -> None:
     assert gqa_ratio(*heads) == ratio
@@ -213,12 +243,23 @@ def test_whole_ratios(heads: tuple[int, int], ratio: int) -> None:
         assert specialise(entry, **changed)["gqa_ratio"] == ratio
 
 
-@pytest.mark.parametrize("heads", [(3, 2), (33, 2), (5, 0), (0, 0), (0, 2), (2, 4), (17, 1), (64, 2)])
+@pytest.mark.parametrize("heads", [(3, 2), (33, 2), (5, 0), (0, 0), (0, 2), (2, 4), (129, 1), (512, 2)])
 def test_other_ratios_are_refused(heads: tuple[int, int]) -> None:
     message = f"num_q_heads, num_kv_heads: got {heads[0]}, {heads[1]}.*(must be|allowed)"
-    for entry in ATTENTION:
+    with pytest.raises(ArgumentValueError, match=message):
+        gqa_ratio(*heads)
+    for entry in (*DECODE, *TILED):
         with pytest.raises(ArgumentValueError, match=message):
             specialise(entry, num_q_heads=heads[0], num_kv_heads=heads[1])
+
+
+def test_constants_of_the_planned_kernels() -> None:
+    spec = planned_spec(head_dim=64, gqa_ratio=4, num_kv_heads=2, block_size=16, causal=1)
+    assert (spec["causal"], spec["query_tokens"], spec["soft_cap"]) == (1, 1, 0)
+    for entry in PINNED:
+        assert set(entry.spec_names) == set(spec)
+    with pytest.raises(ArgumentValueError, match=r"got the constants \['size'\], allowed are key_format,"):
+        planned_spec(size=3)
 
 
 def test_the_tiled_kernels_own_ratio_must_agree() -> None:
@@ -227,83 +268,102 @@ def test_the_tiled_kernels_own_ratio_must_agree() -> None:
         specialise(entry, gqa_ratio=2)
 
 
+RATIOS = (1, 2, 3, 7, 8, 9, 16, 17, 40, 64, 65, MAX_GQA_RATIO)
+
+
 @EVERY
 def test_blocks_are_whole_warps_and_fit_every_device(entry: KernelEntry) -> None:
     """Whatever a specialisation does not refuse must launch: threads and shared memory within the limits."""
-    devices = [limits_of_capability(capability, 100) for capability in (80, 86, 89, 90, 100, 120)]
-    launchable = 0
     for head_dim, ratio, kv_heads, limits in itertools.product(
-        SUPPORTED_HEAD_DIMS, range(1, 17), (1, 2, 3, 4, 8, 16, 32), devices
+        SUPPORTED_HEAD_DIMS, RATIOS, (1, 2, 3, 5, 8, 32), DEVICES
     ):
         heads = {"num_q_heads": ratio * kv_heads, "num_kv_heads": kv_heads, "gqa_ratio": ratio}
-        try:
-            found = constants(entry, limits, head_dim=head_dim, **heads)
-        except ArgumentValueError:
-            if not entry.cooperative:
-                raise
-            continue
+        found = constants(entry, limits, head_dim=head_dim, **heads)
         x, y, z = entry.block(found)
         assert (y, z) == (1, 1)
         assert x % 32 == 0
         assert 32 <= x <= 1024
         assert 0 <= entry.shared_mem(found) <= limits.shared_per_block
-        launchable += 1
-    assert launchable > 0
 
 
-def test_attention_blocks_grow_with_groups_of_eight_heads() -> None:
-    assert [head_tiles(ratio) for ratio in (1, 8, 9, 16)] == [1, 1, 2, 2]
-    for entry in SIMPLE_ATTENTION:
-        blocks = [
-            entry.block(constants(entry, num_q_heads=2 * ratio, gqa_ratio=ratio))[0]
-            for ratio in (1, 8, 9, 16)
-        ]
-        assert blocks == [128, 128, 256, 256]
+def problems(count: int) -> list[tuple[RingProblem, DeviceLimits]]:
+    """Problems of every kind, with a device for each."""
+    draw = random.Random(7)
+    formats = ("bf16", "fp8", "nvfp4")
+    return [
+        (
+            RingProblem(
+                draw.choice(formats),
+                draw.choice(formats),
+                draw.choice((1, 2, 3, 4, 5, 7, 8, 12, 16, 32, 40, 128)),
+                draw.choice(SUPPORTED_HEAD_DIMS),
+                draw.choice((1, 2, 3, 4, 8, 15, 16, 17, 32, 48, 100, 256)),
+                draw.choice(RATIOS) * draw.randint(1, 8),
+                heads_first=draw.random() < 0.3,
+                latency=draw.randrange(3),
+            ),
+            draw.choice(DEVICES),
+        )
+        for _ in range(count)
+    ]
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4"])
-def test_decode_grids(fmt: str) -> None:
-    single = find(f"paged_decode_attn_{fmt}", f"paged_decode_attn_{fmt}")
-    split = find(f"paged_decode_attn_{fmt}", f"paged_decode_attn_splitk_{fmt}")
-    assert grid_of(single, num_seqs=70_000, num_kv_heads=8) == (70_000, 8, 1)
-    assert grid_of(split, num_seqs=3, num_kv_heads=8, num_splits=5) == (3, 8, 5)
-    assert 0 in grid_of(single, num_seqs=0, num_kv_heads=8)
-    assert 0 in grid_of(split, num_seqs=0, num_kv_heads=8, num_splits=5)
+def test_ring_shapes_divide_all_work_and_fit() -> None:
+    """Every query row of every KV head has one warp position; stages hold whole tiles of every warp."""
+    bulk = set()
+    for problem, limits in problems(3000):
+        shape = ring_shape(problem, limits)
+        tiles = head_tiles(problem.head_rows)
+        assert problem.num_kv_heads % shape.block_heads == 0
+        assert shape.block_head_tiles == tiles or (shape.block_heads == 1 and shape.block_head_tiles < tiles)
+        slices = shape.slices(problem.num_kv_heads, problem.head_rows)
+        parts = div_ceil(tiles, shape.block_head_tiles)
+        assert slices * shape.block_heads == problem.num_kv_heads * parts
+        assert shape.stage_tiles % shape.token_warps == 0
+        assert 2 <= shape.stages <= 6
+        assert shape.threads == 32 * shape.groups * shape.token_warps <= 512
+        row = {"bf16": (2, 1), "fp8": (1, 1), "nvfp4": (9, 16)}  # bytes of a dim, as a ratio
+        tile = 0
+        for fmt in (problem.key_format, problem.value_format):
+            over, under = row[fmt]
+            tile += div_ceil(16 * shape.block_heads * problem.head_dim * over // under, 128) * 128
+        ring = shape.stages * shape.stage_tiles * tile
+        assert shape.blocks_per_sm * (ring + 1024) <= limits.shared_per_sm
+        assert ring <= limits.shared_per_block
+        assert shape.bulk <= limits.bulk_copies
+        bulk.add(shape.bulk)
+    assert bulk == {True, False}
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4"])
-def test_planned_grids_fill_the_device_whatever_the_batch(fmt: str) -> None:
-    planned = find(f"paged_decode_attn_planned_{fmt}", f"paged_decode_attn_planned_{fmt}")
-    blocks = constants(planned)["blocks_per_sm"] * HOPPER.num_sms
-    assert [grid_of(planned, num_seqs=n) for n in (1, 512)] == [(blocks, 1, 1)] * 2
-    assert 0 in grid_of(planned, num_seqs=0)
-    with pytest.raises(ArgumentValueError, match="use the split-K launchers"):
-        constants(planned, limits_of_capability(89, 100))
+@pytest.mark.parametrize(
+    ("fmt", "heads", "head_dim", "block_size", "heads_first", "allowed"),
+    [
+        ("bf16", 1, 16, 1, False, True),  # a row of 32 bytes
+        ("fp8", 1, 16, 1, False, True),
+        ("nvfp4", 1, 16, 1, False, False),  # 8 bytes of values
+        ("nvfp4", 2, 64, 2, False, True),  # scales of 2 tokens and 2 heads: 16 bytes
+        ("nvfp4", 2, 64, 1, False, False),
+        ("nvfp4", 2, 64, 15, False, False),  # runs of one token
+        ("nvfp4", 3, 64, 48, False, True),
+        ("nvfp4", 2, 64, 2, True, False),  # each head apart: 8 bytes of scales
+        ("nvfp4", 2, 64, 4, True, True),
+    ],
+)
+def test_bulk_copies_move_multiples_of_16_bytes(
+    fmt: str, heads: int, head_dim: int, block_size: int, heads_first: bool, allowed: bool
+) -> None:
+    problem = RingProblem(fmt, fmt, heads, head_dim, block_size, 4, heads_first)
+    assert can_bulk(problem, heads, HOPPER) == allowed
+    assert not can_bulk(problem, heads, limits_of_capability(89, 100))
 
 
-def test_other_grids() -> None:
-    for fmt in ("fp8", "nvfp4"):
-        reduce = find("paged_decode_attn_reduce", f"paged_decode_attn_reduce_{fmt}")
-        assert grid_of(reduce, num_seqs=3, num_q_heads=8) == (3, 8, 1)
-    tiled = find("paged_decode_attn_tiled", "paged_decode_attn_tiled")
-    finalize = find("paged_decode_attn_tiled", "attention_finalize")
-    assert grid_of(tiled, num_seqs=3, num_kv_heads=2) == (3, 2, 1)
-    assert grid_of(finalize, num_seqs=3, num_q_heads=8) == (3, 8, 1)
-
-
-@pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4"])
-def test_writer_grids_cover_every_group_of_values(fmt: str) -> None:
-    entry = find(f"reshape_and_cache_{fmt}", f"reshape_and_cache_{fmt}")
-    for tokens, heads, blocks in ((0, 2, 0), (1, 1, 1), (64, 1, 1), (65, 1, 2), (1000, 8, 125)):
-        assert grid_of(entry, num_tokens=tokens, num_kv_heads=heads) == (blocks, 1, 1)
-
-
-def test_absmax_grids() -> None:
-    flat, rows = find("bf16_absmax", "bf16_absmax"), find("bf16_absmax", "bf16_absmax_rows")
-    for n_elems, blocks in ((0, 0), (1, 1), (512, 1), (513, 2), (512 * 256, 256), (2**32 - 1, 256)):
-        assert grid_of(flat, n_elems=n_elems) == (blocks, 1, 1)
-    for num_rows, row_elems, blocks in ((0, 8, 0), (8, 0, 0), (1, 8, 1), (2**20, 8, 1024)):
-        assert grid_of(rows, num_rows=num_rows, row_elems=row_elems) == (blocks, 1, 1)
+@pytest.mark.parametrize(("kv_heads", "joined"), [(8, 1), (16, 1), (17, 0), (32, 0)])
+def test_only_blocks_with_all_heads_are_fetched_in_one_piece(kv_heads: int, joined: int) -> None:
+    """A slice of the heads is contiguous in the values and in the scales, but not across them."""
+    problem = RingProblem("nvfp4", "nvfp4", kv_heads, 64, 16, 4, joined=True, most_warps=16)
+    found = ring_constants(problem, HOPPER)
+    assert (found["joined"], found["block_heads"] == kv_heads) == (joined, bool(joined))
+    assert found["bulk"] == can_bulk(replace(problem, joined=bool(joined)), found["block_heads"], HOPPER)
 
 
 @pytest.mark.parametrize(

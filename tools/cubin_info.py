@@ -2,8 +2,9 @@
 
     python -m tools.cubin_info [--arch sm_90a] [--spec head_dim=128] ... [NAME ...]
 
-NAME is a module or an entry; without one, every kernel that the architecture can run is shown. Needs NVRTC,
-but neither a GPU nor any tool of the CUDA toolkit.
+NAME is a module or an entry; without one, every kernel is shown. The kernels of `Decoder` have formats by
+number, ``--spec key_format=2 --spec value_format=2`` for NVFP4. Needs NVRTC, but neither a GPU nor any tool
+of the CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cupaged.backends.cupy import nvrtc
-from cupaged.errors import ArgumentValueError
 from cupaged.registry import KernelEntry, check_constant, entries, limits_of_capability
+from cupaged.registry.decode import planned_spec
 from cupaged.source import KernelSource, kernels_dir, read_parameters
 
-DEFAULT_SPEC = {"head_dim": 128, "gqa_ratio": 4, "block_size": 16, "num_kv_heads": 8, "joined": 1}
+DEFAULT_SPEC = planned_spec(head_dim=128, gqa_ratio=4, block_size=16, num_kv_heads=8, joined=1)
 VERBOSE = "--ptxas-options=-v"
 
 
@@ -77,7 +78,7 @@ def constants_of(entry: KernelEntry, spec: Mapping[str, int], arch: str) -> dict
     """All constants of an entry, as shaped for an architecture, with those of `spec` that it takes.
 
     Raises:
-        ArgumentValueError: the architecture has no room for it, or not the instructions.
+        ArgumentValueError: the architecture has no room for it.
     """
     limits = limits_of_capability(int("".join(filter(str.isdigit, arch))), num_sms=1)
     return entry.constants({name: spec[name] for name in entry.spec_names}, limits)
@@ -104,13 +105,7 @@ def _rows(names: Sequence[str], spec: Mapping[str, int], arch: str) -> Iterator[
     for entry in entries():
         if names and entry.module not in names and entry.entry not in names:
             continue
-        try:
-            source = source_of(entry, spec, arch)
-        except ArgumentValueError:
-            if names:
-                raise
-            continue
-        yield usage_of(source, arch)[entry.entry]
+        yield usage_of(source_of(entry, spec, arch), arch)[entry.entry]
 
 
 def _constant(text: str) -> tuple[str, int]:

@@ -8,7 +8,7 @@ read it; nothing else holds launch numbers.
 from __future__ import annotations
 
 from cupaged.errors import KernelSourceError
-from cupaged.registry import direct, ring
+from cupaged.registry import checks, decode, direct, tiled, upkeep
 from cupaged.registry.entry import (
     DTYPES,
     MAX_GRID_X,
@@ -52,7 +52,8 @@ __all__ = [
 ]
 
 _ENTRIES: dict[tuple[str, str], KernelEntry] = {
-    (entry.module, entry.entry): entry for entry in (*direct.ENTRIES, *ring.ENTRIES)
+    (entry.module, entry.entry): entry
+    for entry in (*direct.ENTRIES, *tiled.ENTRIES, *decode.ENTRIES, *checks.ENTRIES, *upkeep.ENTRIES)
 }
 
 

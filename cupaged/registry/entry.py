@@ -17,6 +17,8 @@ DTYPES: dict[str, tuple[str, ...]] = {
     "bf16": ("bfloat16", "uint16"),
     "fp8": ("float8_e4m3fn", "uint8"),
     "nvfp4": ("uint8",),
+    "bytes": ("uint8", "float8_e4m3fn", "uint16", "bfloat16"),  # a pool of any format
+    "half": ("bfloat16", "uint16", "float16"),  # q and output; which of them, the specialisation says
     "f32": ("float32",),
     "u32": ("uint32",),
     "i32": ("int32",),
@@ -38,12 +40,15 @@ class DeviceLimits:
         shared_per_block: most shared memory a block may use, in bytes.
         shared_per_sm: shared memory of a multiprocessor, in bytes.
         bulk_copies: whether it has ``cp.async.bulk`` and transaction barriers (sm_90 and later).
+        cooperative_threads: most threads of a co-operative launch; None where only the room on the
+            multiprocessors limits them.
     """
 
     num_sms: int
     shared_per_block: int
     shared_per_sm: int
     bulk_copies: bool
+    cooperative_threads: int | None = None
 
 
 # Shared memory by compute capability: (a block, a multiprocessor), in KiB.
@@ -68,7 +73,8 @@ class KernelEntry:
         module: stem of the ``.cu`` file.
         entry: function name.
         spec_names: compile-time constants that callers may pin; each is the macro ``SPEC_<NAME>``.
-        specialise: spec from the launch's scalars; raises ArgumentValueError for what is unsupported.
+        specialise: spec from the launch's scalars; raises ArgumentValueError for what is unsupported. None
+            where a handle must pin every constant.
         derived: further constants that follow from the spec and the device (never pinned).
         scalar_names: the scalars that `specialise` reads.
         block: threads from the constants.
@@ -86,7 +92,7 @@ class KernelEntry:
     module: str
     entry: str
     spec_names: tuple[str, ...]
-    specialise: Callable[[Scalars], dict[str, int]]
+    specialise: Callable[[Scalars], dict[str, int]] | None
     scalar_names: tuple[str, ...]
     block: Callable[[Constants], Grid]
     grid_names: tuple[str, ...]

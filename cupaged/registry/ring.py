@@ -1,30 +1,68 @@
-"""The streaming decode kernels (``kernels/ring``): how a block is shaped for a format, a model and a GPU."""
+"""How a block of the streaming decode kernels (``kernels/ring``) is shaped, for a cache and a GPU."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupaged.errors import ArgumentValueError
-from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, Scalars
-from cupaged.registry.rules import check_block_size, check_head_dim, gqa_ratio, head_tiles
+from cupaged.registry.entry import Constants, DeviceLimits, div_ceil
+from cupaged.registry.rules import head_tiles
 
 TILE_TOKENS = 16
 MAX_PLANNED_SEQS = 512  # sequences whose plan fits a block's shared memory
-MAX_WARPS = 16  # of a block
+FORMATS = ("bf16", "fp8", "nvfp4")  # by the number that the kernels know them by
+
+_WIDE_HEAD_DIM = 128  # above, registers allow 8 warps
 _WARPS_PER_SM = 8
 _RESERVED_SHARED = 1024  # of every block, by the hardware
 _MAX_STAGES = 6
 
-# Clock cycles between the first requests of successive stages: about half the time in which the memory
-# delivers one stage to every multiprocessor.
-_FILL_DELAY = {"bf16": 2500, "fp8": 1500, "nvfp4": 3000}
+# Clock cycles between the first requests of successive stages, for each KiB of a stage: about half the
+# time in which the memory delivers one to every multiprocessor.
+_FILL_DELAY = {"bf16": 39, "fp8": 23, "nvfp4": 41}
+
+# Rooms for tokens (what a batch's tables can hold) up to which a launch's own beginning and end take most
+# of its time. There, smaller stages are faster: latency level 1 has two tiles a warp, level 2 one.
+LATENCY_TOKENS = (1 << 16, 1 << 14)
 
 # What beginning a sequence costs a block, in tiles.
 _SEQUENCE_COST = {"bf16": 1, "fp8": 1, "nvfp4": 8}
 
-# Bytes of a (token, KV head) row as halves of head_dim: (values, scales in 16ths).
-_ROW_HALVES = {"bf16": 4, "fp8": 2, "nvfp4": 1}
+# Bytes of a (token, KV head) row for 16 dims: (values, scales).
+_ROW_SIXTEENTHS = {"bf16": (32, 0), "fp8": (16, 0), "nvfp4": (8, 1)}
+
+
+@dataclass(frozen=True)
+class RingProblem:
+    """What a streaming kernel is asked to do.
+
+    Attributes:
+        key_format, value_format: names of cache formats.
+        num_kv_heads, head_dim, block_size: of the cache.
+        head_rows: query rows of a KV head: its query heads times the query tokens.
+        heads_first: blocks are [kv_heads, tokens, d] instead of [tokens, kv_heads, d].
+        joined: a block of the pool is one tile whose scales follow its values.
+        latency: level for small batches, see LATENCY_TOKENS; 0 for all others.
+        most_warps: that a block may have without spilling registers.
+    """
+
+    key_format: str
+    value_format: str
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    head_rows: int
+    heads_first: bool = False
+    joined: bool = False
+    latency: int = 0
+    most_warps: int = 12
+
+    @property
+    def run(self) -> int:
+        """Tokens of a tile that lie in one block."""
+        return math.gcd(self.block_size, TILE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -32,22 +70,49 @@ class RingShape:
     """How one block streams.
 
     Attributes:
+        block_heads: KV heads of a block.
+        block_head_tiles: groups of 8 query rows of each.
         token_warps: warps that take alternate tiles of a stage.
         stage_tiles: tiles of 16 tokens a stage holds.
         stages: stages of the ring.
         blocks_per_sm: resident blocks a multiprocessor.
+        bulk: whether bulk copies fill the ring (else the lanes of a warp do, 16 bytes each).
     """
 
+    block_heads: int
+    block_head_tiles: int
     token_warps: int
     stage_tiles: int
     stages: int
     blocks_per_sm: int
+    bulk: bool
+
+    @property
+    def groups(self) -> int:
+        """Warps that work on the same tokens."""
+        return self.block_heads * self.block_head_tiles
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.groups * self.token_warps
+
+    def slices(self, num_kv_heads: int, head_rows: int) -> int:
+        """Grid rows: parts of the heads and rows that different blocks have."""
+        return num_kv_heads // self.block_heads * div_ceil(head_tiles(head_rows), self.block_head_tiles)
 
 
-def image_bytes(fmt: str, num_kv_heads: int, head_dim: int) -> int:
+def image_bytes(fmt: str, heads: int, head_dim: int) -> int:
     """Shared memory of one tile of K or of V."""
-    row = _ROW_HALVES[fmt] * head_dim // 2 + (head_dim // 16 if fmt == "nvfp4" else 0)
-    return -(-TILE_TOKENS * num_kv_heads * row // 128) * 128
+    values, scales = _ROW_SIXTEENTHS[fmt]
+    row = (values + scales) * head_dim // 16
+    return -(-TILE_TOKENS * heads * row // 128) * 128
+
+
+def tile_bytes(problem: RingProblem, heads: int) -> int:
+    """Shared memory of one tile, K and V."""
+    formats = (problem.key_format, problem.value_format)
+    return sum(image_bytes(fmt, heads, problem.head_dim) for fmt in formats)
 
 
 def _static_shared(groups: int, token_warps: int) -> int:
@@ -57,139 +122,125 @@ def _static_shared(groups: int, token_warps: int) -> int:
     return 8 * (MAX_PLANNED_SEQS + 1) + 256 + warps * 136 + exchange
 
 
-def _warp_tiles(fmt: str, groups: int) -> tuple[int, ...]:
+def _warp_tiles(problem: RingProblem, groups: int) -> tuple[int, ...]:
     """Tiles a warp works on at once, the best first.
 
     Conversions need independent work: NVFP4 wants most of it, BF16, which has none, least. With more than
     8 warps a block the registers allow one tile only.
     """
-    if groups > 8 or fmt == "bf16":
+    formats = {problem.key_format, problem.value_format}
+    if groups > _WARPS_PER_SM or formats == {"bf16"}:
         return (1,)
-    if fmt == "fp8":
-        return (2, 1)
-    return (4, 2, 1) if groups == 8 else (3, 2, 1)
+    most = 4 if groups == _WARPS_PER_SM else 3
+    if "nvfp4" not in formats or problem.head_dim > _WIDE_HEAD_DIM or problem.latency == 1:
+        most = 2
+    if problem.latency == 2:
+        most = 1
+    return tuple(tiles for tiles in (most, 2, 1) if tiles <= most)
 
 
-def ring_shape(
-    fmt: str, num_kv_heads: int, ratio: int, head_dim: int, limits: DeviceLimits
-) -> RingShape | None:
-    """The shape that measured best, scaled to what fits; None where not even two stages do."""
-    groups = num_kv_heads * head_tiles(ratio)
-    if groups > MAX_WARPS or (groups > 8 and head_dim > 128):  # registers for 16 warps: 128 each
-        return None
+def can_bulk(problem: RingProblem, heads: int, limits: DeviceLimits) -> bool:
+    """Whether every piece of a stage is a multiple of 16 bytes, and the GPU has bulk copies."""
+    all_heads = heads == problem.num_kv_heads
+    tokens = problem.run if problem.heads_first or all_heads else 1
+    whole = problem.block_size == TILE_TOKENS and all_heads
+    rows = tokens * (1 if problem.heads_first and not whole else heads)
+    sizes = []
+    for fmt in (problem.key_format, problem.value_format):
+        values, scales = (rows * x * problem.head_dim // 16 for x in _ROW_SIXTEENTHS[fmt])
+        sizes += [values + scales] if problem.joined and all_heads else [values, scales]
+    return limits.bulk_copies and not any(size % 16 for size in sizes)
+
+
+def _head_shares(problem: RingProblem) -> Iterator[tuple[int, int]]:
+    """(KV heads, row tiles of each) that a block may have, most first."""
+    tiles = head_tiles(problem.head_rows)
+    most = problem.most_warps if problem.head_dim <= _WIDE_HEAD_DIM else _WARPS_PER_SM
+    for heads in range(problem.num_kv_heads, 0, -1):
+        if problem.num_kv_heads % heads == 0 and heads * tiles <= most:
+            yield heads, tiles
+    if tiles > most:
+        yield 1, most
+
+
+def _shape_of(problem: RingProblem, heads: int, tiles: int, limits: DeviceLimits) -> RingShape | None:
+    """The shape for that share of the heads; None where fewer than three stages fit."""
+    groups = heads * tiles
     # Few heads leave NVFP4's conversions room for a second, smaller block.
-    blocks_per_sm = 2 if fmt == "nvfp4" and groups < 8 else 1
+    blocks_per_sm = 2 if "nvfp4" in (problem.key_format, problem.value_format) and groups < 8 else 1
     room = min(limits.shared_per_block, limits.shared_per_sm // blocks_per_sm - _RESERVED_SHARED)
     most = 1
     while 2 * most * groups * blocks_per_sm <= _WARPS_PER_SM:
         most *= 2
-    for warp_tiles in _warp_tiles(fmt, groups):
+    tile = tile_bytes(problem, heads)
+    bulk = can_bulk(problem, heads, limits)
+    for warp_tiles in _warp_tiles(problem, groups):
         for token_warps in (most >> i for i in range(most.bit_length())):
-            stage = token_warps * warp_tiles * 2 * image_bytes(fmt, num_kv_heads, head_dim)
-            stages = min(_MAX_STAGES, (room - _static_shared(groups, token_warps)) // stage)
+            stage_tiles = token_warps * warp_tiles
+            stages = (room - _static_shared(groups, token_warps)) // (stage_tiles * tile)
             if stages >= 3:
-                return RingShape(token_warps, token_warps * warp_tiles, stages, blocks_per_sm)
-    two_tiles = 2 * 2 * image_bytes(fmt, num_kv_heads, head_dim)
-    fits = two_tiles + _static_shared(groups, 1) <= limits.shared_per_block
-    return RingShape(1, 1, 2, 1) if fits else None
+                stages = 3 if problem.latency else min(_MAX_STAGES, stages)
+                return RingShape(heads, tiles, token_warps, stage_tiles, stages, blocks_per_sm, bulk)
+    return None
 
 
-def _spec(fmt: str, scalars: Scalars) -> dict[str, int]:
-    check_head_dim(scalars["head_dim"])
-    check_block_size(scalars["block_size"])
-    spec = {
-        "head_dim": scalars["head_dim"],
-        "gqa_ratio": gqa_ratio(scalars["num_q_heads"], scalars["num_kv_heads"]),
-        "num_kv_heads": scalars["num_kv_heads"],
-        "block_size": scalars["block_size"],
-    }
-    if fmt == "nvfp4":
-        tight = spec["block_size"] * spec["num_kv_heads"] * spec["head_dim"] // 2
-        spec["joined"] = int(spec["block_size"] == TILE_TOKENS and scalars["data_section_bytes"] == tight)
-        _check_scale_copies(spec)
-    return spec
+def ring_shape(problem: RingProblem, limits: DeviceLimits) -> RingShape:
+    """The shape that measured best, scaled to what fits: as many heads a block as leave three stages.
+
+    Raises:
+        ArgumentValueError: not even two stages of one head fit (no supported head_dim).
+    """
+    for heads, tiles in _head_shares(problem):
+        shape = _shape_of(problem, heads, tiles, limits)
+        if shape is not None:
+            return shape
+    tiles = min(head_tiles(problem.head_rows), _WARPS_PER_SM)
+    if 2 * tile_bytes(problem, 1) + _static_shared(tiles, 1) <= limits.shared_per_block:
+        return RingShape(1, tiles, 1, 1, 2, 1, can_bulk(problem, 1, limits))
+    raise ArgumentValueError(
+        f"head_dim: got {problem.head_dim}, of which two tiles do not fit the {limits.shared_per_block} "
+        "bytes of shared memory that a block has"
+    )
 
 
-def _check_scale_copies(spec: Constants) -> None:
-    """NVFP4 scales of a run of tokens come by a copy of their own, of a multiple of 16 bytes."""
-    run = math.gcd(spec["block_size"], TILE_TOKENS)
-    scale_bytes = run * spec["num_kv_heads"] * spec["head_dim"] // 16
-    if not spec["joined"] and scale_bytes % 16:
-        raise ArgumentValueError(
-            f"block_size: got {spec['block_size']}, with {spec['num_kv_heads']} KV heads of "
-            f"{spec['head_dim']}; the scales of {run} tokens are {scale_bytes} bytes, which the copy engine "
-            "cannot fetch. Use a multiple of 16, or the single-pass or split-K launchers"
-        )
-
-
-def _derived(fmt: str, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
-    shape = ring_shape(fmt, spec["num_kv_heads"], spec["gqa_ratio"], spec["head_dim"], limits)
-    if shape is None or not limits.bulk_copies:
-        raise ArgumentValueError(
-            f"num_kv_heads: got {spec['num_kv_heads']} KV heads of {spec['head_dim']} with ratio "
-            f"{spec['gqa_ratio']}, which this GPU's shared memory, registers or copy engine do not allow; "
-            "use the split-K launchers"
-        )
+def ring_constants(problem: RingProblem, limits: DeviceLimits) -> dict[str, int]:
+    """The compile-time constants that follow from a shape."""
+    shape = ring_shape(problem, limits)
+    slowest = max((problem.key_format, problem.value_format), key=FORMATS.index)
+    stage_bytes = shape.stage_tiles * tile_bytes(problem, shape.block_heads)
     return {
+        "block_heads": shape.block_heads,
+        "block_head_tiles": shape.block_head_tiles,
         "token_warps": shape.token_warps,
         "stage_tiles": shape.stage_tiles,
         "stages": shape.stages,
         "blocks_per_sm": shape.blocks_per_sm,
-        "fill_delay": _FILL_DELAY[fmt],
-        "sequence_cost": _SEQUENCE_COST[fmt],
+        "bulk": int(shape.bulk),
+        # Of some of the heads, values and scales are apart.
+        "joined": int(problem.joined and shape.block_heads == problem.num_kv_heads),
+        "fill_delay": _FILL_DELAY[slowest] * stage_bytes // 1024 if shape.bulk else 0,
+        "sequence_cost": _SEQUENCE_COST[slowest],
     }
 
 
-def _block(constants: Constants) -> Grid:
-    groups = constants["num_kv_heads"] * head_tiles(constants["gqa_ratio"])
-    return (32 * groups * constants["token_warps"], 1, 1)
+def shared_bytes(problem: RingProblem, constants: Constants) -> int:
+    """Dynamic shared memory of a block."""
+    return constants["stages"] * constants["stage_tiles"] * tile_bytes(problem, constants["block_heads"])
 
 
-def _grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
-    return (limits.num_sms * constants["blocks_per_sm"] if values[0] else 0, 1, 1)
+def num_threads(constants: Constants) -> int:
+    """Threads of a block."""
+    groups = constants["block_heads"] * constants["block_head_tiles"]
+    return 32 * groups * constants["token_warps"]
 
 
-def _entry(fmt: str) -> KernelEntry:
-    name = f"paged_decode_attn_planned_{fmt}"
-    layout = ("data_section_bytes",) if fmt == "nvfp4" else ()
-    strides = {"bf16": {}, "fp8": {"cache_stride": 16}}.get(
-        fmt, {"block_stride_bytes": 16, "data_section_bytes": 16}
-    )
-
-    def shared_mem(constants: Constants) -> int:
-        image = image_bytes(fmt, constants["num_kv_heads"], constants["head_dim"])
-        return constants["stages"] * constants["stage_tiles"] * 2 * image
-
-    return KernelEntry(
-        module=name,
-        entry=name,
-        spec_names=("head_dim", "gqa_ratio", "num_kv_heads", "block_size", *(("joined",) if layout else ())),
-        specialise=lambda scalars: _spec(fmt, scalars),
-        scalar_names=("head_dim", "block_size", "num_q_heads", "num_kv_heads", *layout),
-        derived=lambda spec, limits: _derived(fmt, spec, limits),
-        block=_block,
-        grid_names=("num_seqs",),
-        grid=_grid,
-        holds={
-            "q": "bf16",
-            "k_cache": fmt,
-            "v_cache": fmt,
-            "output": "bf16",
-            "lse": "f32",
-            "part_o": "f32",
-            "part_state": "f32",
-            "counters": "u32",
-            "block_tables": "i32",
-            "seq_lens": "i32",
-        },
-        multiples={"q": 16, "k_cache": 16, "v_cache": 16, "output": 16, "lse": 4, "part_o": 16, "q_stride": 8}
-        | {"part_state": 8, "counters": 4, "block_tables": 4, "seq_lens": 4}
-        | strides,
-        strided=frozenset({"q"}),
-        shared_mem=shared_mem,
-        cooperative=True,
-        overlapping=True,
-    )
+def num_slices(problem: RingProblem, constants: Constants) -> int:
+    """Rows of the grid."""
+    head_slices = div_ceil(head_tiles(problem.head_rows), constants["block_head_tiles"])
+    return problem.num_kv_heads // constants["block_heads"] * head_slices
 
 
-ENTRIES = tuple(_entry(fmt) for fmt in ("bf16", "fp8", "nvfp4"))
+def blocks_of_slice(problem: RingProblem, constants: Constants, limits: DeviceLimits) -> int:
+    """Columns of a persistent grid: as many blocks as are resident, shared among the slices."""
+    resident = limits.num_sms * constants["blocks_per_sm"]
+    return max(1, resident // num_slices(problem, constants))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.registry.entry import div_ceil
 
-SUPPORTED_HEAD_DIMS = (64, 128, 192, 256)
+SUPPORTED_HEAD_DIMS = tuple(range(16, 257, 16))
 MAX_BLOCK_SIZE = 256
-MAX_GQA_RATIO = 16
+MAX_GQA_RATIO = 128
+MAX_QUERY_TOKENS = 8
+
+_FLAGS = ("joined", "heads_first", "causal", "soft_cap", "query_f16", "many")
 
 
 def head_tiles(gqa_ratio: int) -> int:
@@ -38,8 +41,14 @@ def check_constant(name: str, value: int | str) -> None:
         check_block_size(value)
     elif name == "num_kv_heads" and value < 1:
         raise ArgumentValueError(f"num_kv_heads: got {value}, allowed is 1 or more")
-    elif name == "joined" and value not in (0, 1):
-        raise ArgumentValueError(f"joined: got {value}, allowed are 0 and 1")
+    elif name in _FLAGS and value not in (0, 1):
+        raise ArgumentValueError(f"{name}: got {value}, allowed are 0 and 1")
+    elif name in ("key_format", "value_format") and value not in (0, 1, 2):
+        raise ArgumentValueError(f"{name}: got {value}, allowed are 0 (bf16), 1 (fp8) and 2 (nvfp4)")
+    elif name == "latency" and value not in (0, 1, 2):
+        raise ArgumentValueError(f"latency: got {value}, allowed are 0, 1 and 2")
+    elif name == "query_tokens" and not 1 <= value <= MAX_QUERY_TOKENS:
+        raise ArgumentValueError(f"{name}: got {value}, allowed is 1 to {MAX_QUERY_TOKENS}")
     elif name == "gqa_ratio" and not 1 <= value <= MAX_GQA_RATIO:
         raise ArgumentValueError(f"gqa_ratio: got {value}, allowed is 1 to {MAX_GQA_RATIO}")
 
@@ -48,7 +57,7 @@ def gqa_ratio(num_q_heads: int, num_kv_heads: int) -> int:
     """Query heads a KV head.
 
     Raises:
-        ArgumentValueError: not a whole ratio of 1 to 16, or no heads at all.
+        ArgumentValueError: not a whole ratio of 1 to 128, or no heads at all.
     """
     if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
         raise ArgumentValueError(

@@ -1,57 +1,14 @@
-// One block works on one KV head of one sequence: HEAD_TILES groups of 8 query heads times TOKEN_WARPS
-// warps that take alternate tiles, so that every K/V row is fetched from memory once for all heads of
-// the group (the warps of other head tiles find it in L1).
+// What the warps of a block do together: those that share a head's tokens merge, and results leave the
+// fragments.
 #pragma once
+#include "attention/lengths.cuh"
 #include "attention/warp_attention.cuh"
 #include "cache/page_walk.cuh"
 
-template <int HEAD_DIM, int GQA_RATIO, int TOKEN_WARPS>
-struct BlockShape {
-  static constexpr int HEAD_TILES = (GQA_RATIO + TILE_HEADS - 1) / TILE_HEADS;
-  static constexpr int WARPS = HEAD_TILES * TOKEN_WARPS;
-  static constexpr int THREADS = WARPS * 32;
-  static_assert((TOKEN_WARPS & (TOKEN_WARPS - 1)) == 0, "token warps merge in a tree");
-
-  static DEVICE int warp() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
-  static DEVICE int head_tile() { return warp() % HEAD_TILES; }
-  static DEVICE int token_warp() { return warp() / HEAD_TILES; }
-  // Warps with the same group work on the same heads.
-  static DEVICE int merge_group() { return head_tile(); }
-  // Query heads of this warp's tile.
-  static DEVICE int heads() { return smaller(TILE_HEADS, GQA_RATIO - head_tile() * TILE_HEADS); }
-};
-
-// Part `index` of `parts` of a range: contiguous, cut between tiles.
-DEVICE TokenRange split_range(TokenRange whole, u32 index, u32 parts) {
-  const u32 first = whole.begin / TILE_TOKENS;
-  const u64 tiles = (whole.end + TILE_TOKENS - 1) / TILE_TOKENS - first;
-  const u32 from = first + static_cast<u32>(tiles * index / parts);
-  const u32 to = first + static_cast<u32>(tiles * (index + 1u) / parts);
-  return {max(whole.begin, from * TILE_TOKENS), min(whole.end, to * TILE_TOKENS)};
-}
-
-// Runs this warp's share of the range. State complete over the warp afterwards.
-template <class Shape, int BLOCK_SIZE, class Warp>
-DEVICE void attend(Warp& warp, const PageWalk<BLOCK_SIZE>& walk, TokenRange range, int token_warps) {
-  if (!range.empty()) {
-    const u32 step = TILE_TOKENS * token_warps;
-    u32 tile = range.begin / TILE_TOKENS * TILE_TOKENS + TILE_TOKENS * Shape::token_warp();
-    const auto nothing = [] {};
-    for (; tile < range.end; tile += step) {
-      const PooledTile<BLOCK_SIZE> source = {walk, warp.lane, tile, range};
-      if (tile >= range.begin && tile + TILE_TOKENS <= range.end) {
-        warp.template fold<1, false>(source, range, nothing);
-      } else {
-        warp.template fold<1, true>(source, range, nothing);
-      }
-    }
-  }
-  warp.finish();
-}
-
 // Merges the token warps of each head tile into token warp 0, in a fixed order: the result is the same
-// bits every time. All threads of the block must call it. PRODUCTS_AT_ONCE trades shared memory against
-// barriers.
+// bits every time. All threads of the block must call it. A Shape says which warp is which: warp(),
+// token_warp(), and merge_group(), the same for warps that work on the same heads. PRODUCTS_AT_ONCE
+// trades shared memory against barriers.
 template <class Shape, int TOKEN_WARPS, int PRODUCTS_AT_ONCE, class Warp>
 DEVICE void merge_token_warps(Warp& warp) {
   if constexpr (TOKEN_WARPS > 1) {
@@ -95,26 +52,20 @@ DEVICE void merge_token_warps(Warp& warp) {
   }
 }
 
-// Calls visit(head, k, dim, values) for every query head of the tile this lane holds, with four
-// consecutive dims from `dim` on; head is in accumulator column k of the lane.
+// Calls visit(column, k, dim, values) for every query row of the tile that this lane holds, with four
+// consecutive dims from `dim` on; the row is in accumulator column k of the lane.
 template <class Format, class Warp, class Visit>
-DEVICE void visit_output(const Warp& warp, int heads, Visit visit) {
-  using Dims = typename Format::Dims;
+DEVICE void visit_output(const Warp& warp, int rows, Visit visit) {
+  using Dims = typename Format::Value;
   UNROLL for (int k = 0; k < 2; k++) {
-    const int head = 2 * warp.lane.quad + k;
-    if (head >= heads) continue;
+    const int column = 2 * warp.lane.quad + k;
+    if (column >= rows) continue;
     UNROLL for (int p = 0; p < Warp::PRODUCTS; p += 2) {
-      const int dim = Dims::chunk_start(warp.lane.row, p / Dims::PRODUCTS_PER_CHUNK) +
-                      2 * (p % Dims::PRODUCTS_PER_CHUNK);
-      visit(head, k, dim,
+      const int round = p / Dims::PRODUCTS_PER_ROUND;
+      if (!Dims::exists(warp.lane.row, round)) continue;
+      visit(column, k, Dims::start(warp.lane.row, round) + 2 * (p % Dims::PRODUCTS_PER_ROUND),
             make_float4(warp.output[p][k], warp.output[p][k + 2], warp.output[p + 1][k],
                         warp.output[p + 1][k + 2]));
     }
   }
-}
-
-// Four values times a factor, as BF16, to 8-byte aligned memory.
-DEVICE void store_bf16x4(bf16_bits* target, float4 v, float factor) {
-  *reinterpret_cast<uint2*>(target) = make_uint2(ptx::pack_bf16x2(v.x * factor, v.y * factor),
-                                                 ptx::pack_bf16x2(v.z * factor, v.w * factor));
 }

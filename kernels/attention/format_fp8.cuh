@@ -7,14 +7,15 @@
 template <int HEAD_DIM>
 struct Fp8Format {
   static constexpr bool QUERY_IS_F16 = true;
+  // Of the largest weight when the reference is set, log2: F16 holds weights 2^7 larger, and has all
+  // bits of those down to 2^-22 of the largest.
+  static constexpr float WEIGHT_HEADROOM = 8.0f;
   static constexpr float OPERAND_SHIFT = 1.0f;
   static constexpr int ROW_BYTES = HEAD_DIM;
   static constexpr int SCALE_BYTES = 0;
 
-  static constexpr int KEY_CHUNK = 16;  // elements a lane reads at once, 16 bytes
-  static constexpr int KEY_CHUNKS = HEAD_DIM / (4 * KEY_CHUNK);
-  static constexpr int VALUE_CHUNK = smaller(16, power_of_two_divisor(HEAD_DIM / 8));
-  using Dims = ValueDims<HEAD_DIM, VALUE_CHUNK>;
+  using Key = KeyDims<HEAD_DIM, 16>;  // 16 bytes
+  using Value = ValueDims<HEAD_DIM, larger(4, smaller(16, power_of_two_divisor(HEAD_DIM / 8)))>;
 
   static DEVICE constexpr int query_element(int product, int reg, int half) {
     return 4 * product + 2 * reg + half;
@@ -23,12 +24,14 @@ struct Fp8Format {
   static DEVICE u32 pack_weights(float low, float high) { return ptx::pack_f16x2(low, high); }
 
   static DEVICE void score(float (&scores)[4], CacheRow row0, CacheRow row1, int quad,
-                           const u32 (&query)[HEAD_DIM / 16][2]) {
-    UNROLL for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
-      const int offset = KEY_CHUNK * (quad + 4 * chunk);
-      const Words<4> a = load_words<4>(row0.data + offset), b = load_words<4>(row1.data + offset);
+                           const u32 (&query)[Key::PRODUCTS][2]) {
+    UNROLL for (int round = 0; round < Key::ROUNDS; round++) {
+      const int offset = Key::start(quad, round);
+      const bool exists = Key::exists(quad, round);
+      const Words<4> a = load_words_if<4>(exists, row0.data + offset);
+      const Words<4> b = load_words_if<4>(exists, row1.data + offset);
       UNROLL for (int w = 0; w < 4; w++) {
-        const u32(&q)[2] = query[4 * chunk + w];
+        const u32(&q)[2] = query[4 * round + w];
         ptx::mma_m16n8k16_f16(scores, e4m3x2_to_f16x2(a.word[w]), e4m3x2_to_f16x2(b.word[w]),
                               e4m3x2_to_f16x2(a.word[w] >> 16), e4m3x2_to_f16x2(b.word[w] >> 16),
                               q[0], q[1]);
@@ -36,13 +39,13 @@ struct Fp8Format {
     }
   }
 
-  static DEVICE void accumulate(float (&output)[HEAD_DIM / 16][4], const CacheRow (&rows)[4], int row,
+  static DEVICE void accumulate(float (&output)[Value::PRODUCTS][4], const CacheRow (&rows)[4], int row,
                                 const bool (&dead)[4], u32 weights0, u32 weights1) {
-    constexpr int WORDS = VALUE_CHUNK / 4;
-    UNROLL for (int chunk = 0; chunk < Dims::CHUNKS; chunk++) {
+    constexpr int WORDS = Value::PRODUCTS_PER_ROUND / 2;
+    UNROLL for (int round = 0; round < Value::ROUNDS; round++) {
       Words<WORDS> v[4];
       UNROLL for (int j = 0; j < 4; j++) {
-        v[j] = load_words<WORDS>(rows[j].data + Dims::chunk_start(row, chunk));
+        v[j] = load_words_if<WORDS>(Value::exists(row, round), rows[j].data + Value::start(row, round));
         zero_if(dead[j], v[j]);
       }
       UNROLL for (int w = 0; w < WORDS; w++) {
@@ -52,7 +55,7 @@ struct Fp8Format {
           const u32 selector = half == 0 ? 0x5140 : 0x7362;
           const u32 first = ptx::prmt(v[0].word[w], v[1].word[w], selector);
           const u32 second = ptx::prmt(v[2].word[w], v[3].word[w], selector);
-          ptx::mma_m16n8k16_f16(output[chunk * Dims::PRODUCTS_PER_CHUNK + 2 * w + half],
+          ptx::mma_m16n8k16_f16(output[round * Value::PRODUCTS_PER_ROUND + 2 * w + half],
                                 e4m3x2_to_f16x2(first), e4m3x2_to_f16x2(first >> 16),
                                 e4m3x2_to_f16x2(second), e4m3x2_to_f16x2(second >> 16), weights0,
                                 weights1);

@@ -10,18 +10,19 @@ template <int HEAD_DIM>
 struct Nvfp4Format {
   static constexpr int GROUP = 16;  // values that share a scale
   static constexpr bool QUERY_IS_F16 = true;
+  // Of the largest weight when the reference is set, log2: F16 holds weights 2^7 larger, and has all
+  // bits of those down to 2^-22 of the largest.
+  static constexpr float WEIGHT_HEADROOM = 8.0f;
   static constexpr float OPERAND_SHIFT = E2M1_DECODE_SHIFT;
   static constexpr int ROW_BYTES = HEAD_DIM / 2;
   static constexpr int SCALE_BYTES = HEAD_DIM / GROUP;
 
-  // Whole scale groups a lane reads at once: two (16 bytes) where HEAD_DIM allows, else one.
-  static constexpr int KEY_CHUNK = smaller(32, power_of_two_divisor(HEAD_DIM / 4));
-  static constexpr int KEY_CHUNKS = HEAD_DIM / (4 * KEY_CHUNK);
+  // Whole scale groups a lane reads of K at once: two (16 bytes) where HEAD_DIM allows, else one.
+  static constexpr int KEY_CHUNK = larger(GROUP, smaller(2 * GROUP, power_of_two_divisor(HEAD_DIM / 4)));
   static constexpr int KEY_WORDS = KEY_CHUNK / 8;
-  static_assert(KEY_CHUNK >= GROUP, "HEAD_DIM must be a multiple of 64");
-  // Half a group or a whole one, so that one scale serves a lane's chunk.
-  static constexpr int VALUE_CHUNK = smaller(GROUP, power_of_two_divisor(HEAD_DIM / 8));
-  using Dims = ValueDims<HEAD_DIM, VALUE_CHUNK>;
+  using Key = KeyDims<HEAD_DIM, KEY_CHUNK>;
+  // Half a group of V or a whole one, so that one scale serves a lane's chunk.
+  using Value = ValueDims<HEAD_DIM, larger(8, smaller(GROUP, power_of_two_divisor(HEAD_DIM / 8)))>;
 
   // A word's conversion pairs nibbles i and i + 4, so q is laid out the same way.
   static DEVICE constexpr int query_element(int product, int reg, int half) {
@@ -30,28 +31,29 @@ struct Nvfp4Format {
 
   static DEVICE u32 pack_weights(float low, float high) { return ptx::pack_f16x2(low, high); }
 
-  // The scales of chunk `chunk` of this lane as f16x2: group 0 low, group 1 (if any) high.
-  static DEVICE u32 key_scales(const u8* scales, int quad, int chunk) {
-    constexpr int GROUPS = KEY_CHUNK / GROUP;
-    const u8* pointer = scales + GROUPS * (quad + 4 * chunk);
-    const u32 codes = GROUPS == 2 ? *reinterpret_cast<const u16*>(pointer) : *pointer;
+  // The scales of a lane's chunk as f16x2: group 0 low, group 1 (if any) high.
+  static DEVICE u32 key_scales(bool exists, const u8* scales, int start) {
+    const u8* pointer = scales + start / GROUP;
+    u32 codes = 0;
+    if (exists) codes = KEY_CHUNK == GROUP ? *pointer : *reinterpret_cast<const u16*>(pointer);
     return e4m3x2_to_f16x2(codes);
   }
 
   static DEVICE void score(float (&scores)[4], CacheRow row0, CacheRow row1, int quad,
-                           const u32 (&query)[HEAD_DIM / 16][2]) {
-    UNROLL for (int chunk = 0; chunk < KEY_CHUNKS; chunk++) {
-      const int offset = KEY_CHUNK / 2 * (quad + 4 * chunk);
-      const Words<KEY_WORDS> a = load_words<KEY_WORDS>(row0.data + offset);
-      const Words<KEY_WORDS> b = load_words<KEY_WORDS>(row1.data + offset);
-      const u32 scales_a = key_scales(row0.scales, quad, chunk);
-      const u32 scales_b = key_scales(row1.scales, quad, chunk);
+                           const u32 (&query)[Key::PRODUCTS][2]) {
+    UNROLL for (int round = 0; round < Key::ROUNDS; round++) {
+      const int start = Key::start(quad, round);
+      const bool exists = Key::exists(quad, round);
+      const Words<KEY_WORDS> a = load_words_if<KEY_WORDS>(exists, row0.data + start / 2);
+      const Words<KEY_WORDS> b = load_words_if<KEY_WORDS>(exists, row1.data + start / 2);
+      const u32 scales_a = key_scales(exists, row0.scales, start);
+      const u32 scales_b = key_scales(exists, row1.scales, start);
       UNROLL for (int w = 0; w < KEY_WORDS; w++) {
         const u32 broadcast = w < 2 ? 0x1010 : 0x3232;  // two words to a group
         u32 f[4], g[4];
         e2m1x8_to_f16x2(a.word[w], ptx::prmt(scales_a, 0u, broadcast), f);
         e2m1x8_to_f16x2(b.word[w], ptx::prmt(scales_b, 0u, broadcast), g);
-        const int product = 2 * (chunk * KEY_WORDS + w);
+        const int product = 2 * (round * KEY_WORDS + w);
         ptx::mma_m16n8k16_f16(scores, f[0], g[0], f[1], g[1], query[product][0], query[product][1]);
         ptx::mma_m16n8k16_f16(scores, f[2], g[2], f[3], g[3], query[product + 1][0],
                               query[product + 1][1]);
@@ -59,17 +61,19 @@ struct Nvfp4Format {
     }
   }
 
-  static DEVICE void accumulate(float (&output)[HEAD_DIM / 16][4], const CacheRow (&rows)[4], int row,
+  static DEVICE void accumulate(float (&output)[Value::PRODUCTS][4], const CacheRow (&rows)[4], int row,
                                 const bool (&dead)[4], u32 weights0, u32 weights1) {
-    constexpr int WORDS = VALUE_CHUNK / 8;
-    UNROLL for (int chunk = 0; chunk < Dims::CHUNKS; chunk++) {
-      const int start = Dims::chunk_start(row, chunk);
+    constexpr int WORDS = Value::PRODUCTS_PER_ROUND / 4;
+    UNROLL for (int round = 0; round < Value::ROUNDS; round++) {
+      const int start = Value::start(row, round);
+      const bool exists = Value::exists(row, round);
       Words<WORDS> v[4];
       u32 scale[4];
       UNROLL for (int j = 0; j < 4; j++) {
-        v[j] = load_words<WORDS>(rows[j].data + start / 2);
+        v[j] = load_words_if<WORDS>(exists, rows[j].data + start / 2);
         // Codes are always finite: zeroing a dead token's scale is enough.
-        scale[j] = dead[j] ? 0u : rows[j].scales[start / GROUP];
+        scale[j] = 0;
+        if (exists && !dead[j]) scale[j] = rows[j].scales[start / GROUP];
       }
       const u32 scales01 = e4m3x2_to_f16x2(scale[0] | (scale[1] << 8));
       const u32 scales23 = e4m3x2_to_f16x2(scale[2] | (scale[3] << 8));
@@ -79,7 +83,7 @@ struct Nvfp4Format {
         u32 f[4], g[4];
         e2m1x8_to_f16x2(ptx::prmt(v[0].word[w / 2], v[1].word[w / 2], selector), scales01, f);
         e2m1x8_to_f16x2(ptx::prmt(v[2].word[w / 2], v[3].word[w / 2], selector), scales23, g);
-        const int product = chunk * Dims::PRODUCTS_PER_CHUNK + 2 * w;
+        const int product = round * Value::PRODUCTS_PER_ROUND + 2 * w;
         ptx::mma_m16n8k16_f16(output[product], f[0], f[1], g[0], g[1], weights0, weights1);
         ptx::mma_m16n8k16_f16(output[product + 1], f[2], f[3], g[2], g[3], weights0, weights1);
       }

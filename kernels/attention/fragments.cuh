@@ -55,19 +55,40 @@ struct TokenRange {
   u32 end;
 
   DEVICE bool empty() const { return begin >= end; }
+  DEVICE bool contains(u32 position) const { return position >= begin && position < end; }
 };
 
 // Largest power of two that divides n.
 DEVICE constexpr int power_of_two_divisor(int n) { return n & -n; }
 DEVICE constexpr int smaller(int a, int b) { return a < b ? a : b; }
+DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// Dims of K that the lanes of a row's quads read: chunks c, c + 4, ... of CHUNK consecutive dims. Where
+// they do not come out even, the last round has lanes without a chunk: they hold zeros.
+template <int HEAD_DIM, int CHUNK>
+struct KeyDims {
+  static constexpr int IN_ROW = HEAD_DIM / CHUNK;      // chunks
+  static constexpr int ROUNDS = (IN_ROW + 3) / 4;      // chunks a lane reads
+  static constexpr int PRODUCTS = ROUNDS * CHUNK / 4;  // of the score
+  static constexpr int WORDS = ROUNDS * CHUNK / 2;     // 16-bit pairs of q that a lane owns
+  static_assert(HEAD_DIM % CHUNK == 0, "whole chunks");
+
+  static DEVICE int start(int quad, int round) { return CHUNK * (quad + 4 * round); }
+  static DEVICE bool exists(int quad, int round) { return IN_ROW % 4 == 0 || quad + 4 * round < IN_ROW; }
+};
 
 // Dims of V that lane row r holds: chunks r, r + 8, ... of CHUNK consecutive dims. Within a chunk, dims
 // 2p and 2p + 1 are rows r and r + 8 of product p. O's rows follow the same order.
 template <int HEAD_DIM, int CHUNK>
 struct ValueDims {
-  static constexpr int CHUNKS = HEAD_DIM / (8 * CHUNK);
-  static constexpr int PRODUCTS_PER_CHUNK = CHUNK / 2;
-  static DEVICE int chunk_start(int row, int chunk) { return CHUNK * (row + 8 * chunk); }
+  static constexpr int IN_ROW = HEAD_DIM / CHUNK;
+  static constexpr int ROUNDS = (IN_ROW + 7) / 8;
+  static constexpr int PRODUCTS_PER_ROUND = CHUNK / 2;
+  static constexpr int PRODUCTS = ROUNDS * PRODUCTS_PER_ROUND;
+  static_assert(HEAD_DIM % CHUNK == 0 && CHUNK % 4 == 0, "whole chunks, results in fours");
+
+  static DEVICE int start(int row, int round) { return CHUNK * (row + 8 * round); }
+  static DEVICE bool exists(int row, int round) { return IN_ROW % 8 == 0 || row + 8 * round < IN_ROW; }
 };
 
 template <int WORDS>
@@ -89,6 +110,14 @@ DEVICE Words<WORDS> load_words(const u8* pointer) {
   } else {
     result.word[0] = *reinterpret_cast<const u32*>(pointer);
   }
+  return result;
+}
+
+// The same, or zeros.
+template <int WORDS>
+DEVICE Words<WORDS> load_words_if(bool exists, const u8* pointer) {
+  Words<WORDS> result = {};
+  if (exists) result = load_words<WORDS>(pointer);
   return result;
 }
 

@@ -1,37 +1,76 @@
-// The main loop of every decode kernel: one warp, one KV head, up to 8 query heads, tiles of 16 tokens.
+// The main loop of every decode kernel: one warp, one KV head, up to 8 query rows, tiles of 16 tokens.
 #pragma once
 #include "attention/fragments.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/query.cuh"
 
-// How the running reference follows the scores.
-// Lazy: it is moved only when a score outgrows it by 2^8, and is set 2^4 below the largest score then,
-// so that small weights keep their bits in F16. Exact: it is always the largest score so far.
+// How the running reference follows the scores: it is moved only when a score outgrows it by 2^GROWTH,
+// and is set 2^HEADROOM below the largest score then (above it where that is negative), so that the
+// format holds weights 2^GROWTH larger, and small ones keep their bits.
+template <class ValueFormat>
 struct LazyReference {
-  static constexpr float HEADROOM = 4.0f;
-  static constexpr float GROWTH = 8.0f;
-};
-struct ExactReference {
-  static constexpr float HEADROOM = 0.0f;
-  static constexpr float GROWTH = 0.0f;
+  static constexpr float HEADROOM = ValueFormat::WEIGHT_HEADROOM;
+  static constexpr float GROWTH = 7.0f;
 };
 
-template <class Format, int HEAD_DIM, class Reference>
+// What an attention is made of. Element: of q. SOFT_CAP: scores pass through cap * tanh(score / cap).
+template <class Element_, class KeyFormat_, class ValueFormat_, class Reference_, bool SOFT_CAP_ = false>
+struct AttentionTypes {
+  using Element = Element_;
+  using KeyFormat = KeyFormat_;
+  using ValueFormat = ValueFormat_;
+  using Reference = Reference_;
+  static constexpr bool SOFT_CAP = SOFT_CAP_;
+  static constexpr int PRODUCTS = ValueFormat::Value::PRODUCTS;
+};
+
+// From products of operands to scores in log2 units.
+struct ScoreRule {
+  float scale;     // softmax scale times k_scale
+  float soft_cap;  // natural units, where there is one
+};
+
+// All query rows attend to the same tokens.
+struct CommonMask {
+  TokenRange range;
+
+  DEVICE bool live(int, u32 position) const { return range.contains(position); }
+};
+
+// Each of a lane's two rows has a range of its own within the common one.
+struct RowMask {
+  TokenRange range;
+  TokenRange row[2];
+
+  DEVICE bool live(int k, u32 position) const { return row[k].contains(position); }
+};
+
+template <class Types>
 struct WarpAttention {
-  static constexpr int PRODUCTS = HEAD_DIM / 16;
+  using KeyFormat = typename Types::KeyFormat;
+  using ValueFormat = typename Types::ValueFormat;
+  using Reference = typename Types::Reference;
+  using Row = QueryRow<typename Types::Element, typename KeyFormat::Key>;
+  static constexpr int PRODUCTS = Types::PRODUCTS;
 
   Lane lane;
-  QueryTile<HEAD_DIM> query;
-  float score_factor[2];  // scores to log2 units, for heads 2c and 2c + 1
-  SoftmaxState state[2];  // of heads 2c, 2c + 1; `sum` only over this lane's tokens until finish()
+  QueryTile<typename Types::Element, KeyFormat> query;
+  float score_factor[2];  // scores to log2 units, for rows 2c and 2c + 1
+  float soft_cap;         // log2 units
+  float inverse_cap;
+  SoftmaxState state[2];  // of rows 2c, 2c + 1; `sum` only over this lane's tokens until finish()
   float output[PRODUCTS][4];
 
-  // log2_scale: softmax scale times log2(e), times whatever K's operands lack.
-  DEVICE void begin(const QueryRow<HEAD_DIM>& row, float log2_scale) {
+  DEVICE void begin(const Row& row, ScoreRule rule) {
     lane = Lane::current();
-    query = make_query_tile<Format>(row, lane);
+    query = make_query_tile<typename Types::Element, KeyFormat>(row, lane);
+    // Neither 0 nor infinite, and nor is its inverse.
+    soft_cap = fminf(fmaxf(rule.soft_cap * LOG2_E, FLOAT_MIN), FLOAT_MAX);
+    inverse_cap = Types::SOFT_CAP ? 1.0f / soft_cap : 0.0f;
     UNROLL for (int k = 0; k < 2; k++) {
-      score_factor[k] = log2_scale * Format::OPERAND_SHIFT * query.restore[k];
+      // Kept finite: an infinite factor would turn a score of zero into NaN.
+      const float factor = rule.scale * query.restore[k] * (LOG2_E * KeyFormat::OPERAND_SHIFT);
+      score_factor[k] = fminf(fmaxf(factor, -FLOAT_MAX), FLOAT_MAX);
       state[k] = SoftmaxState::empty();
     }
     UNROLL for (int p = 0; p < PRODUCTS; p++)
@@ -40,45 +79,43 @@ struct WarpAttention {
 
   // Folds in TILES tiles at once: more independent work for the scheduler than one tile gives. `source`
   // says where tile n begins (position(n)) and where this lane's rows of it lie (keys(n), values(n)).
-  // Tokens outside the range do not count; MASKED: there may be some. `between` runs after the last use of
-  // K, before the first of V.
-  template <int TILES, bool MASKED, class Source, class Between>
-  DEVICE void fold(const Source& source, TokenRange range, Between between) {
-    const auto live = [=](u32 position) { return position >= range.begin && position < range.end; };
-    float scores[TILES][4];
+  // MASKED: some tokens may not count. `between` runs after the last use of K, before the first of V.
+  template <int TILES, bool MASKED, class Source, class Mask, class Between>
+  DEVICE void fold(const Source& source, const Mask& mask, Between between) {
+    float scores[TILES][4];  // log2 units
     UNROLL for (int n = 0; n < TILES; n++) {
-      if (MASKED && source.position(n) >= range.end) {  // nothing of this tile counts
+      if (MASKED && source.position(n) >= mask.range.end) {  // nothing of this tile counts
         UNROLL for (int i = 0; i < 4; i++) scores[n][i] = negative_infinity();
         continue;
       }
       const KeyRows keys = source.keys(n);
-      UNROLL for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
-      Format::score(scores[n], keys.row[0], keys.row[1], lane.quad, query.fragment);
-      UNROLL for (int i = 0; i < 2; i++) {
-        if (!keys.valid[i]) scores[n][2 * i] = scores[n][2 * i + 1] = quiet_nan();
-        if (MASKED && !live(source.position(n) + lane.key_token() + 8 * i))
-          scores[n][2 * i] = scores[n][2 * i + 1] = negative_infinity();
+      score_tile(scores[n], keys);
+      UNROLL for (int i = 0; i < 4; i++) {
+        if (!keys.valid[i / 2]) scores[n][i] = quiet_nan();
+        if (MASKED && !mask.live(i % 2, source.position(n) + lane.key_token() + 8 * (i / 2)))
+          scores[n][i] = negative_infinity();
       }
     }
     follow(scores);
     between();
 
     UNROLL for (int n = 0; n < TILES; n++) {
-      if (MASKED && source.position(n) >= range.end) continue;
+      if (MASKED && source.position(n) >= mask.range.end) continue;
       float weights[4];
       UNROLL for (int i = 0; i < 4; i++)
-        weights[i] = ptx::exp2_approx(fmaf(scores[n][i], score_factor[i & 1], -state[i & 1].reference));
+        weights[i] = ptx::exp2_approx(scores[n][i] - state[i % 2].reference);
       state[0].sum += weights[0] + weights[2];
       state[1].sum += weights[1] + weights[3];
-      const u32 weights0 = ptx::movmatrix_trans(Format::pack_weights(weights[0], weights[1]));
-      const u32 weights1 = ptx::movmatrix_trans(Format::pack_weights(weights[2], weights[3]));
+      const u32 weights0 = ptx::movmatrix_trans(ValueFormat::pack_weights(weights[0], weights[1]));
+      const u32 weights1 = ptx::movmatrix_trans(ValueFormat::pack_weights(weights[2], weights[3]));
 
       bool dead[4] = {false, false, false, false};
       if (MASKED) {
-        UNROLL for (int j = 0; j < 4; j++) dead[j] = !live(source.position(n) + lane.value_token(j));
+        UNROLL for (int j = 0; j < 4; j++)
+          dead[j] = !mask.range.contains(source.position(n) + lane.value_token(j));
       }
       const ValueRows values = source.values(n);
-      Format::accumulate(output, values.row, lane.row, dead, weights0, weights1);
+      ValueFormat::accumulate(output, values.row, lane.row, dead, weights0, weights1);
     }
   }
 
@@ -91,15 +128,28 @@ struct WarpAttention {
   }
 
  private:
+  // Rounded before the reference is taken off: in one fused operation, equal scores beyond 2^27 would differ
+  // from their own maximum by more than F16 holds.
+  DEVICE void score_tile(float (&scores)[4], const KeyRows& keys) const {
+    UNROLL for (int i = 0; i < 4; i++) scores[i] = 0.0f;
+    KeyFormat::score(scores, keys.row[0], keys.row[1], lane.quad, query.fragment);
+    if constexpr (decltype(query)::HAS_REST)
+      KeyFormat::score(scores, keys.row[0], keys.row[1], lane.quad, query.rest);
+    UNROLL for (int i = 0; i < 4; i++) {
+      scores[i] = __fmul_rn(scores[i], score_factor[i % 2]);
+      if constexpr (Types::SOFT_CAP) scores[i] = soft_capped(scores[i], soft_cap, inverse_cap);
+    }
+  }
+
   // Moves the references where the new scores demand it.
   template <int TILES>
   DEVICE void follow(const float (&scores)[TILES][4]) {
     float largest[2];
     bool grew = false;
     UNROLL for (int k = 0; k < 2; k++) {
-      float score = fmaxf(scores[0][k], scores[0][k + 2]);
-      UNROLL for (int n = 1; n < TILES; n++) score = fmaxf(score, fmaxf(scores[n][k], scores[n][k + 2]));
-      largest[k] = score * score_factor[k];
+      largest[k] = fmaxf(scores[0][k], scores[0][k + 2]);
+      UNROLL for (int n = 1; n < TILES; n++)
+        largest[k] = fmaxf(largest[k], fmaxf(scores[n][k], scores[n][k + 2]));
       grew |= largest[k] - Reference::HEADROOM - state[k].reference > Reference::GROWTH;
     }
     if (!__any_sync(FULL_WARP, grew)) return;

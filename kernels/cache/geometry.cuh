@@ -12,11 +12,6 @@ struct PoolGeometry {
   u64 scale_head_stride;
 };
 
-// [num_blocks, block_size, num_kv_heads, row], blocks `block_stride` bytes apart, no scales.
-DEVICE PoolGeometry plain_geometry(u64 block_stride, u32 num_kv_heads, u32 row_bytes) {
-  return {block_stride, static_cast<u64>(num_kv_heads) * row_bytes, row_bytes, 0, 0, 0};
-}
-
 // NVFP4: data section [block_size, num_kv_heads, row], then scales [block_size, num_kv_heads, scale
 // row].
 DEVICE PoolGeometry sectioned_geometry(u64 block_stride, u64 data_section, u32 num_kv_heads,

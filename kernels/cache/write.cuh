@@ -7,7 +7,8 @@
 constexpr int WRITE_GROUP = 16;
 
 // key, value BF16 [num_tokens, num_kv_heads, HEAD_DIM], key_stride / value_stride elements between
-// tokens; slot_mapping i64 [num_tokens]: slot = block * block_size + offset.
+// tokens, null: that pool is not written; slot_mapping i64 [num_tokens]: slot = block * block_size +
+// offset.
 struct WriteProblem {
   const bf16_bits* key;
   const bf16_bits* value;
@@ -22,6 +23,15 @@ struct WriteProblem {
   PoolGeometry geometry;
 };
 
+// Rows of a block in the order [block_size, num_kv_heads] or, heads first, [num_kv_heads, block_size],
+// in the data section and in that of the scales (formats that have them).
+DEVICE PoolGeometry write_geometry(u64 block_stride, u64 scale_section, u32 num_kv_heads, u32 block_size,
+                                   u32 row_bytes, u32 scale_bytes, bool heads_first) {
+  const u64 token_rows = heads_first ? 1 : num_kv_heads, head_rows = heads_first ? block_size : 1;
+  return {block_stride,  token_rows * row_bytes,   head_rows * row_bytes,
+          scale_section, token_rows * scale_bytes, head_rows * scale_bytes};
+}
+
 // 16 BF16 values as 8 words.
 DEVICE void load_group(const bf16_bits* source, u32 (&pairs)[8]) {
   const uint4 low = *reinterpret_cast<const uint4*>(source);
@@ -30,11 +40,20 @@ DEVICE void load_group(const bf16_bits* source, u32 (&pairs)[8]) {
   pairs[4] = high.x, pairs[5] = high.y, pairs[6] = high.z, pairs[7] = high.w;
 }
 
+// A scale for the whole tensor, or one for each KV head.
+struct WriteScale {
+  float tensor;
+  const float* heads;  // [num_kv_heads], or null
+
+  DEVICE float of(u32 head) const { return heads == nullptr ? tensor : heads[head]; }
+};
+
 DEVICE float group_value(const u32 (&pairs)[8], int i) {
   return i % 2 == 0 ? bf16x2_low(pairs[i / 2]) : bf16x2_high(pairs[i / 2]);
 }
 
-// Store::store(pairs, data, scales) writes one group; Store::DATA_BYTES is what its codes take.
+// Store::store(pairs, head, data, scales) writes one group of a KV head; Store::DATA_BYTES is what its
+// codes take.
 template <class Store, int HEAD_DIM, int BLOCK_SIZE>
 DEVICE void write_tokens(const WriteProblem& problem, const Store& key_store, const Store& value_store) {
   constexpr u32 GROUPS = HEAD_DIM / WRITE_GROUP;
@@ -56,8 +75,12 @@ DEVICE void write_tokens(const WriteProblem& problem, const Store& key_store, co
 
   const u32 element = head * HEAD_DIM + group * WRITE_GROUP;
   u32 pairs[8];
-  load_group(problem.key + token * problem.key_stride + element, pairs);
-  key_store.store(pairs, problem.k_cache + data, problem.k_cache + scales);
-  load_group(problem.value + token * problem.value_stride + element, pairs);
-  value_store.store(pairs, problem.v_cache + data, problem.v_cache + scales);
+  if (problem.key != nullptr) {
+    load_group(problem.key + token * problem.key_stride + element, pairs);
+    key_store.store(pairs, head, problem.k_cache + data, problem.k_cache + scales);
+  }
+  if (problem.value != nullptr) {
+    load_group(problem.value + token * problem.value_stride + element, pairs);
+    value_store.store(pairs, head, problem.v_cache + data, problem.v_cache + scales);
+  }
 }

@@ -3,8 +3,6 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr float E4M3_MAX = 448.0f;
-
 // Round to nearest even, saturating (infinities too); NaN becomes 0x7F or 0xFF.
 DEVICE u32 float_to_e4m3(float value) {
   const u32 bits = __float_as_uint(value);

@@ -1,32 +1,28 @@
 // Parts of sequences that several blocks share, and their merge by those same blocks.
 //
-// A part, in the planner's private workspace: o F32 [NUM_Q_HEADS, HEAD_DIM] (not normalised, V's
-// operands as they are) and, apart, (reference in log2 units, sum) F32 pairs [NUM_Q_HEADS].
+// A part, in the planner's private workspace: o F32 [SLICE_ROWS, HEAD_DIM] (not normalised, V's operands
+// as they are) and, apart, (reference in log2 units, sum) F32 pairs [SLICE_ROWS].
 #pragma once
-#include "attention/block_attention.cuh"
 #include "ring/plan.cuh"
+#include "ring/results.cuh"
 
+template <class Spec>
 struct Parts {
   float* o;
   float2* state;
-};
 
-template <int NUM_Q_HEADS, int HEAD_DIM>
-struct PartLayout {
-  static DEVICE u64 state_at(u32 slot, int head) { return static_cast<u64>(slot) * NUM_Q_HEADS + head; }
-  static DEVICE u64 o_at(u32 slot, int head) { return state_at(slot, head) * HEAD_DIM; }
-};
+  static DEVICE u64 row(u32 slot, int index) {
+    return static_cast<u64>(slot) * RingShape<Spec>::SLICE_ROWS + index;
+  }
+  DEVICE float4* o_at(u32 slot, int index, int dim) const {
+    return reinterpret_cast<float4*>(o + row(slot, index) * Spec::HEAD_DIM + dim);
+  }
+  DEVICE float2* state_at(u32 slot, int index) const { return state + row(slot, index); }
 
-// Where results go. output BF16 [num_seqs, num_q_heads, HEAD_DIM]; lse F32 [num_seqs, num_q_heads] in
-// natural units, or null.
-struct Results {
-  bf16_bits* output;
-  float* lse;
-  float value_factor;  // v_scale, and what V's operands lack
-
-  DEVICE void store_lse(u64 row, SoftmaxState state) const {
-    if (lse == nullptr) return;
-    lse[row] = state.sum == 0.0f ? negative_infinity() : (state.reference + log2f(state.sum)) * LN_2;
+  // The slots of this block's slice: two for each of its blocks.
+  DEVICE Parts of_slice() const {
+    const u32 first = 2u * gridDim.x * RingShape<Spec>::slice();
+    return {o + row(first, 0) * Spec::HEAD_DIM, state + row(first, 0)};
   }
 };
 
@@ -64,40 +60,56 @@ struct Team {
   DEVICE bool contains_caller() const { return warp >= 0 && warp < warps; }
 };
 
-// One way to spread the merge of a sequence over threads. An item is a query head and DIMS of its dims,
-// worked on by ITEM_WARPS warps; in a warp, ROW_LANES groups of lanes take different parts.
-template <int NUM_Q_HEADS, int HEAD_DIM, int WARPS, int ROW_LANES, int ITEM_WARPS>
+// The merge of a sequence. An item is a query row and `4 * column_lanes` of its dims, worked on by
+// ITEM_WARPS warps; in a warp, groups of column_lanes lanes take different parts.
+template <class Spec, int WARPS, int ITEM_WARPS>
 struct PartMerge {
-  static constexpr int COLUMN_LANES = 32 / ROW_LANES;
-  static constexpr int DIMS = 4 * COLUMN_LANES;
-  static constexpr int CHUNKS = (HEAD_DIM + DIMS - 1) / DIMS;
-  static constexpr int ITEMS = NUM_Q_HEADS * CHUNKS;
-  static constexpr int ROWS_AT_ONCE = ROW_LANES * ITEM_WARPS;
-  static constexpr int BATCH = 5;  // parts a lane reads at once
+  static constexpr int HEAD_DIM = Spec::HEAD_DIM;
+  static constexpr int WIDE = 32, NARROW = 8;  // column lanes: whole rows a warp, or 32 dims
+  static constexpr int BATCH = 5;              // parts a lane reads at once
   // Items whose parts a warp has in flight together.
   static constexpr int AT_ONCE = ITEM_WARPS == 1 ? 2 : 1;
-  static constexpr u32 ONE_BATCH = BATCH * ROWS_AT_ONCE;  // parts read at once for an item
-  using Layout = PartLayout<NUM_Q_HEADS, HEAD_DIM>;
 
   struct Shared {
-    float4 o[WARPS][COLUMN_LANES];
+    float4 o[WARPS][NARROW];
     float2 state[WARPS];
   };
 
-  // Parts first, first + ROWS_AT_ONCE, ... of a head, dims dim .. dim + 3.
-  static DEVICE PartSum gather(const Parts& parts, const Sharers& sharers, u32 first, int head,
-                               int dim) {
+  const Parts<Spec>& parts;
+  Sharers sharers;
+  u32 seq;
+  const Results& results;
+  int column_lanes;
+
+  // Parts that are read at once for an item.
+  static DEVICE constexpr u32 one_batch(int column_lanes) {
+    return BATCH * ITEM_WARPS * (32 / column_lanes);
+  }
+
+  DEVICE int lane() const { return static_cast<int>(threadIdx.x % 32); }
+  DEVICE int column() const { return lane() & (column_lanes - 1); }
+  DEVICE u32 parts_at_once() const { return ITEM_WARPS * (column_lanes == WIDE ? 1 : 32 / NARROW); }
+
+  // Chunks of a row's dims.
+  static DEVICE constexpr u32 chunks_of(int column_lanes) {
+    return divide_up(HEAD_DIM, 4 * column_lanes);
+  }
+  DEVICE u32 chunks() const { return column_lanes == WIDE ? chunks_of(WIDE) : chunks_of(NARROW); }
+
+  // Parts first, first + parts_at_once, ... of a row, dims dim .. dim + 3.
+  DEVICE PartSum gather(u32 first, int row, int dim) const {
     PartSum total = PartSum::empty();
-    for (u32 begin = first; begin < sharers.count; begin += BATCH * ROWS_AT_ONCE) {
+#pragma unroll 1
+    for (u32 begin = first; begin < sharers.count; begin += BATCH * parts_at_once()) {
       float2 state[BATCH];
       float4 o[BATCH];
       float target = total.state.reference;
     UNROLL for (int b = 0; b < BATCH; b++) {
-        const u32 index = begin + b * ROWS_AT_ONCE;
+        const u32 index = begin + b * parts_at_once();
         const bool exists = index < sharers.count;
         const u32 slot = sharers.slot_of(exists ? index : begin);
-        state[b] = __ldcg(parts.state + Layout::state_at(slot, head));
-        o[b] = __ldcg(reinterpret_cast<const float4*>(parts.o + Layout::o_at(slot, head) + dim));
+        state[b] = __ldcg(parts.state_at(slot, row));
+        o[b] = __ldcg(parts.o_at(slot, row, dim));
         if (!exists) state[b] = make_float2(EMPTY_REFERENCE, 0.0f), o[b] = make_float4(0, 0, 0, 0);
         target = fmaxf(target, state[b].x);
       }
@@ -113,52 +125,53 @@ struct PartMerge {
 
   // Block number `index` of the sequence's sharers does its share of the items, an equal and contiguous one,
   // by the team's warps. With ITEM_WARPS > 1 the team is the whole block and every thread calls it.
-  static DEVICE void run(const Parts& parts, const Sharers& sharers, u32 index, u32 seq,
-                         const Results& results, Team team, Shared* shared) {
-    const int lane = static_cast<int>(threadIdx.x % 32), column = lane % COLUMN_LANES;
+  DEVICE void run(u32 index, Team team, Shared* shared) const {
+    const u32 items = RingShape<Spec>::SLICE_ROWS * chunks();
     const int item_warp = team.warp % ITEM_WARPS;
-    const u32 first = index * ITEMS / sharers.count, end = (index + 1) * ITEMS / sharers.count;
+    const u32 first = index * items / sharers.count, end = (index + 1) * items / sharers.count;
     const u32 stride = team.warps / ITEM_WARPS;
-    for (u32 base = first + team.warp / ITEM_WARPS; base < end || ITEM_WARPS > 1; base += AT_ONCE * stride) {
-      if (ITEM_WARPS > 1 && base - team.warp / ITEM_WARPS >= end) break;
+#pragma unroll 1
+    for (u32 base = first + team.warp / ITEM_WARPS; base < end; base += AT_ONCE * stride) {
       PartSum sum[AT_ONCE];
       UNROLL for (int i = 0; i < AT_ONCE; i++) {
-        const Item item = item_at(base + i * stride, end, column);
-        sum[i] = PartSum::empty();
-        if (item.exists)
-          sum[i] = gather(parts, sharers, lane / COLUMN_LANES + ROW_LANES * item_warp, item.head, item.dim);
+        const Item item = item_at(base + i * stride, end);
+        const u32 own = lane() / static_cast<u32>(column_lanes) + 32 / NARROW * item_warp;
+        sum[i] = item.exists ? gather(own, item.row, item.dim) : PartSum::empty();
       }
       UNROLL for (int i = 0; i < AT_ONCE; i++) {
-        const Item item = item_at(base + i * stride, end, column);
-        UNROLL for (int distance = COLUMN_LANES; distance < 32; distance *= 2) sum[i].merge_lane(distance);
+        const Item item = item_at(base + i * stride, end);
+#pragma unroll 1
+        for (int distance = column_lanes; distance < 32; distance *= 2) sum[i].merge_lane(distance);
         if constexpr (ITEM_WARPS > 1) {
-          if (lane < COLUMN_LANES) shared->o[team.warp][column] = sum[i].o;
-          if (lane == 0) shared->state[team.warp] = make_float2(sum[i].state.reference, sum[i].state.sum);
+          if (lane() < NARROW) shared->o[team.warp][column()] = sum[i].o;
+          if (lane() == 0) shared->state[team.warp] = make_float2(sum[i].state.reference, sum[i].state.sum);
           __syncthreads();
-          if (item_warp == 0 && lane < COLUMN_LANES) sum[i] = combine(*shared, team.warp, column);
+          if (item_warp == 0 && lane() < NARROW) sum[i] = combine(*shared, team.warp, column());
           __syncthreads();
         }
-        if (item.exists && item_warp == 0 && lane < COLUMN_LANES) store(sum[i], item, seq, results);
+        if (item.exists && item_warp == 0 && lane() < column_lanes) store(sum[i], item);
       }
     }
   }
 
+ private:
   struct Item {
-    int head;
+    int row;  // of the slice's
     int dim;
     bool exists;
   };
 
-  static DEVICE Item item_at(u32 item, u32 end, int column) {
-    const int dim = static_cast<int>(item % CHUNKS) * DIMS + 4 * column;
-    return {static_cast<int>(item / CHUNKS), dim, item < end && dim < HEAD_DIM};
+  DEVICE Item item_at(u32 item, u32 end) const {
+    const int row = static_cast<int>(column_lanes == WIDE ? item / chunks_of(WIDE) : item / chunks_of(NARROW));
+    const int chunk = static_cast<int>(item - row * chunks());
+    const int dim = 4 * (chunk * column_lanes + column());
+    return {row, dim, item < end && dim < HEAD_DIM && QueryRowIndex<Spec>::in_slice(row)};
   }
 
-  static DEVICE void store(const PartSum& sum, const Item& item, u32 seq, const Results& results) {
-    const u64 row = static_cast<u64>(seq) * NUM_Q_HEADS + item.head;
-    store_bf16x4(results.output + row * HEAD_DIM + item.dim, sum.o,
-                 sum.state.normalizer() * results.value_factor);
-    if (item.dim == 0) results.store_lse(row, sum.state);
+  DEVICE void store(const PartSum& sum, const Item& item) const {
+    const auto row = QueryRowIndex<Spec>::of_slice(item.row);
+    const float factor = results.finish_row(sum.state, row, seq, item.dim == 0);
+    ResultStore<Spec>::store4(results, row.flat(seq), item.dim, sum.o, factor);
   }
 
   // The sums of ITEM_WARPS warps from `first` on; their reads and exponentials are independent.

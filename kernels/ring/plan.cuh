@@ -19,28 +19,70 @@ DEVICE u32 tiles_of(TokenRange range) {
   return (range.end + TILE_TOKENS - 1) / TILE_TOKENS - range.begin / TILE_TOKENS;
 }
 
-// starts[i] = position where sequence i begins, for i = 0 .. num_seqs, and a copy of seq_lens; by one
-// warp. A sequence without tiles has no positions.
-DEVICE void scan_sequences(const Lengths& lengths, u32 sequence_cost, u32* starts, i32* seq_lens) {
+// Sum over this lane and those below.
+DEVICE u32 scan_warp(u32 sum) {
+  UNROLL for (u32 distance = 1; distance < WARP_SIZE; distance *= 2) {
+    const u32 left = __shfl_up_sync(FULL_WARP, sum, distance);
+    if (threadIdx.x % WARP_SIZE >= distance) sum += left;
+  }
+  return sum;
+}
+
+// Positions of a sequence. One without tiles has none.
+DEVICE u32 positions_of(const Lengths& lengths, u32 length, u32 sequence_cost) {
+  const u32 tiles = tiles_of(lengths.range_of(length));
+  return tiles == 0u ? 0u : tiles + sequence_cost;
+}
+
+// starts[i] = position where sequence i begins, for i = 0 .. num_seqs, and a copy of the lengths (0 for those
+// that do not fit); by one warp.
+DEVICE void scan_sequences(const Lengths& lengths, u32 sequence_cost, u32* starts, u32* copies) {
   const u32 lane = threadIdx.x % WARP_SIZE;
   u32 before = 0;
+#pragma unroll 1
   for (u32 first = 0; first < lengths.num_seqs; first += WARP_SIZE) {
     const u32 seq = first + lane;
     u32 sum = 0;
     if (seq < lengths.num_seqs) {
-      const i32 length = lengths.seq_lens[seq];
-      seq_lens[seq] = length;
-      const u32 tiles = tiles_of(lengths.range_of(length));
-      sum = tiles == 0u ? 0u : tiles + sequence_cost;
+      const u32 length = lengths.length(seq);
+      copies[seq] = length;
+      sum = positions_of(lengths, length, sequence_cost);
     }
-  UNROLL for (u32 distance = 1; distance < WARP_SIZE; distance *= 2) {
-      const u32 left = __shfl_up_sync(FULL_WARP, sum, distance);
-      if (lane >= distance) sum += left;
-    }
+    sum = scan_warp(sum);
     if (seq < lengths.num_seqs) starts[seq + 1] = before + sum;
     before += __shfl_sync(FULL_WARP, sum, WARP_SIZE - 1);
   }
   if (lane == 0) starts[0] = 0;
+}
+
+// The same into global memory, for more sequences than a block's shared memory holds: by one block of
+// 32 * WARPS threads, each warp a contiguous part.
+template <int WARPS>
+DEVICE void scan_many_sequences(const Lengths& lengths, u32 sequence_cost, u32* starts, u32* copies) {
+  __shared__ u32 sums[WARPS];
+  const u32 lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const u32 part = (lengths.num_seqs + WARPS - 1) / WARPS;
+  const u32 begin = min(lengths.num_seqs, warp * part), end = min(lengths.num_seqs, begin + part);
+  u32 sum = 0;
+  for (u32 seq = begin + lane; seq < end; seq += WARP_SIZE)
+    sum += positions_of(lengths, lengths.length(seq), sequence_cost);
+  sum = __shfl_sync(FULL_WARP, scan_warp(sum), WARP_SIZE - 1);
+  if (lane == 0) sums[warp] = sum;
+  __syncthreads();
+  u32 before = 0;
+  for (u32 other = 0; other < warp; other++) before += sums[other];
+  if (threadIdx.x == 0) starts[0] = 0;
+  for (u32 first = begin; first < end; first += WARP_SIZE) {
+    const u32 seq = first + lane;
+    u32 own = 0;
+    if (seq < end) {
+      copies[seq] = lengths.length(seq);
+      own = positions_of(lengths, copies[seq], sequence_cost);
+    }
+    own = scan_warp(own);
+    if (seq < end) starts[seq + 1] = before + own;
+    before += __shfl_sync(FULL_WARP, own, WARP_SIZE - 1);
+  }
 }
 
 // Equal shares: block i owns positions [begin(i), begin(i + 1)), begin(i) = floor(i * total / blocks).
@@ -55,6 +97,12 @@ struct Shares {
   }
   // In 32 bits: a grid has at most 2^16 blocks.
   DEVICE u32 begin(u32 block) const { return block * quotient + block * remainder / blocks; }
+  // [begin(block), begin(block + 1)), by one division.
+  DEVICE TokenRange positions(u32 block) const {
+    const u32 product = block * remainder, extra = product / blocks;
+    const u32 first = block * quotient + extra;
+    return {first, first + quotient + (product - extra * blocks + remainder >= blocks)};
+  }
   DEVICE u32 block_of(u32 position) const {
     if (position < 0xffffffffu / blocks) return ((position + 1u) * blocks - 1u) / total;
     return static_cast<u32>((static_cast<u64>(position + 1u) * blocks - 1u) / total);
