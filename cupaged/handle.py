@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,11 +47,11 @@ class ParameterLayout:
             self.offsets.append(position + padding)
             position += padding + size
         self.size = position
-        self._struct = struct.Struct("".join(codes))
+        self.struct = struct.Struct("".join(codes))
 
     def pack_into(self, buffer: bytearray, values: Sequence[Value]) -> None:
         """Write the values; their kinds and ranges have been checked."""
-        self._struct.pack_into(buffer, 0, *values)
+        self.struct.pack_into(buffer, 0, *values)
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,16 +83,47 @@ class Specialisation:
     constants: Constants = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What the scalars of a launch decide, checked once for each set of them.
+
+    Attributes:
+        loaded: the backend's kernel.
+        grid: blocks, or None for kernels of the user's own.
+        block: threads, or None for kernels of the user's own.
+        shared_mem: bytes of dynamic shared memory the kernel itself asks for.
+        cooperative: its blocks must all be resident at once.
+        overlapping: it may be launched while the kernel before ends.
+        empty: there is nothing to do.
+    """
+
+    loaded: LoadedKernel
+    grid: Grid | None = None
+    block: Grid | None = None
+    shared_mem: int = 0
+    cooperative: bool = False
+    overlapping: bool = False
+    empty: bool = False
+
+
+_MAX_PLANS = 4096  # of a handle; a plan is a few hundred bytes
+
+
 class KernelHandle:
     """A kernel of one backend: for the package's own, a family that picks its specialisation at launch.
 
     Made by ``gpu.kernel(module, entry)``. Compile-time constants given there are pinned: a launch whose
     scalars ask for others raises.
 
+    A handle of a kernel of your own knows its parameters' kinds and nothing of what they point to: arrays
+    given for its pointers may have any dtype, shape and strides, and only their addresses are taken.
+
     Attributes:
         parameters: the entry's parameters, in order.
         layout: how they are packed.
         kinds: their kinds, in order.
+        pack_into: writes all arguments into a buffer at an offset, as ``struct.pack_into`` does.
+        pointer_multiples: (position, bytes that the address must be a multiple of).
     """
 
     def __init__(
@@ -112,20 +144,32 @@ class KernelHandle:
             raise KernelSourceError(f"{path}: cannot be read ({error.strerror})") from None
         self.layout = _layout(self.parameters)
         self.kinds = [p.kind for p in self.parameters]
+        self.pack_into = self.layout.struct.pack_into
         self._pinned = pinned
         self._index = {p.name: i for i, p in enumerate(self.parameters)}
-        self._by_scalars: dict[tuple[Value, ...], Specialisation] = {}
         self._by_spec: dict[tuple[tuple[str, int], ...], Specialisation] = {}
-        self._key_of: tuple[int, ...] = ()
-        self.multiples: tuple[tuple[int, int], ...] = ()
+        self._plans: dict[Any, LaunchPlan] = {}
+        self._accepted_dtypes: set[tuple[int, Any]] = set()
+        self._plan_key: Callable[[Sequence[Value]], Any] = _picker(())
+        self._scalar_multiples: tuple[tuple[int, int], ...] = ()
+        self.pointer_multiples: tuple[tuple[int, int], ...] = ()
         if known is not None:
-            self._key_of = tuple(self._index[name] for name in known.scalar_names)
-            self.multiples = tuple((self._index[name], m) for name, m in known.multiples.items())
+            multiples = [(self._index[name], multiple) for name, multiple in known.multiples.items()]
+            self.pointer_multiples = tuple(m for m in multiples if self.kinds[m[0]] == "ptr")
+            self._scalar_multiples = tuple(m for m in multiples if self.kinds[m[0]] != "ptr")
+            names = (*known.scalar_names, *known.grid_names)
+            deciding = {self._index[name] for name in names} | {i for i, _ in self._scalar_multiples}
+            self._plan_key = _picker(tuple(sorted(deciding)))
             self._check_constants(known, pinned)
 
     def __repr__(self) -> str:
         pinned = "".join(f", {k}={v}" for k, v in self._pinned.items())
         return f"<KernelHandle {self.path.stem}:{self.entry} on {self.gpu.name}{pinned}>"
+
+    @property
+    def pinned(self) -> Mapping[str, int | str]:
+        """The compile-time constants given when it was made."""
+        return self._pinned
 
     @property
     def owns_geometry(self) -> bool:
@@ -145,7 +189,7 @@ class KernelHandle:
         if self.known is None:
             if spec:
                 raise ArgumentValueError(f"{self.entry}: got {sorted(spec)}, macros are given to gpu.kernel")
-            return self.select([])
+            return self._own()
         self._check_constants(self.known, spec)
         full = {**self._pinned, **spec}
         self._check_pinned(full)
@@ -173,23 +217,80 @@ class KernelHandle:
                     f"{self.entry}: {name} is pinned to {pinned}, but this launch asks for {spec[name]}"
                 )
 
-    def select(self, values: Sequence[Value]) -> Specialisation:
-        """The specialisation for these packed-order argument values; compiled if it is new."""
-        key = tuple([values[i] for i in self._key_of])
-        found = self._by_scalars.get(key)
+    def plan(self, values: Sequence[Value]) -> LaunchPlan:
+        """What these packed-order argument values decide; their kinds and ranges have been checked.
+
+        Raises:
+            ArgumentValueError: a shape, a grid or a scalar's multiple that is not supported.
+            CompileError: the specialisation is new and does not compile.
+        """
+        key = self._plan_key(values)
+        found = self._plans.get(key)
         if found is None:
-            found = self._by_scalars[key] = self._select_new(values)
+            found = self._new_plan(values)
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = found
         return found
 
-    def _select_new(self, values: Sequence[Value]) -> Specialisation:
+    def _new_plan(self, values: Sequence[Value]) -> LaunchPlan:
+        chosen = self.select(values)
+        if chosen.grid is None or chosen.block is None:
+            return LaunchPlan(chosen.loaded)
+        grid = chosen.grid(values)
+        check_grid(self.entry, grid)
+        empty = 0 in grid
+        for index, multiple in () if empty else self._scalar_multiples:
+            if values[index] % multiple:
+                raise self.misaligned(index, values[index], multiple)
+        return LaunchPlan(
+            chosen.loaded,
+            grid,
+            chosen.block,
+            chosen.shared_mem,
+            chosen.cooperative,
+            chosen.overlapping,
+            empty,
+        )
+
+    def misaligned(self, index: int, value: Value, multiple: int) -> ArgumentValueError:
+        """The error for an argument that is no multiple of what its kernel asks for."""
+        parameter = self.parameters[index]
+        if parameter.kind == "ptr":
+            got, unit = f"{value:#x}", "address, in bytes,"
+        else:
+            got, unit = str(value), "value"
+        return ArgumentValueError(f"{parameter.name}: got {got}, its {unit} must be a multiple of {multiple}")
+
+    def select(self, values: Sequence[Value]) -> Specialisation:
+        """The specialisation for these packed-order argument values; compiled if it is new."""
         if self.known is None:
-            defines = tuple((name, str(value)) for name, value in self._pinned.items())
-            source = KernelSource(self.path, self.entry, self.parameters, defines)
-            return Specialisation(self.gpu.load(source))
+            return self._own()
+        if self.known.specialise is None:
+            return self.warm()
         scalars = {name: int(values[self._index[name]]) for name in self.known.scalar_names}
         spec = self.known.specialise(scalars)
         self._check_pinned(spec)
         return self._specialise(spec)
+
+    def _own(self) -> Specialisation:
+        """The one specialisation of a kernel of the user's."""
+        found = self._by_spec.get(())
+        if found is None:
+            defines = tuple((name, str(value)) for name, value in self._pinned.items())
+            source = KernelSource(self.path, self.entry, self.parameters, defines)
+            found = self._by_spec[()] = Specialisation(self.gpu.load(source))
+        return found
+
+    def grid_of(self, **scalars: int) -> Grid:
+        """Grid of a launch with these scalars, all that the registry's entry reads; nothing is compiled."""
+        known = self.known
+        if known is None:
+            raise ArgumentValueError(f"{self.entry}: not a kernel of the package")
+        limits = self.gpu.limits
+        spec = self._pinned if known.specialise is None else known.specialise(scalars)
+        constants = known.constants({name: int(spec[name]) for name in known.spec_names}, limits)
+        return known.grid(tuple(scalars[name] for name in known.grid_names), constants, limits)
 
     def _specialise(self, spec: dict[str, int]) -> Specialisation:
         known = self.known
@@ -231,9 +332,11 @@ class KernelHandle:
         name = self.parameters[position].name
         if name not in self.known.holds or isinstance(array, np.generic):
             return  # not a pointer, which `launch` reports; or an address as a NumPy integer
-        allowed = DTYPES[self.known.holds[name]]
-        if str(dtype) not in allowed:
-            raise ArgumentTypeError(f"{name}: got dtype {dtype}, allowed: {', '.join(allowed)}")
+        if (position, dtype) not in self._accepted_dtypes:  # a dtype's name is slow to make
+            allowed = DTYPES[self.known.holds[name]]
+            if str(dtype) not in allowed:
+                raise ArgumentTypeError(f"{name}: got dtype {dtype}, allowed: {', '.join(allowed)}")
+            self._accepted_dtypes.add((position, dtype))
         strides, shape = getattr(array, "strides", None), array.shape
         if strides is None or 0 in shape:
             return  # an array type without strides is contiguous; an empty array has no elements to reach
@@ -246,6 +349,11 @@ class KernelHandle:
                     + (" with any larger stride along the first axis" if name in self.known.strided else "")
                 )
             expected *= shape[axis]
+
+
+def _picker(indices: tuple[int, ...]) -> Callable[[Sequence[Value]], Any]:
+    """A function that takes the values at these positions, as something hashable."""
+    return operator.itemgetter(*indices) if indices else lambda values: ()
 
 
 class HandleFactory:

@@ -7,11 +7,14 @@ import math
 import numbers
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.handle import KernelHandle, ParameterLayout, Value, check_grid
+from cupaged.pointers import DevicePtr
 from cupaged.registry import Grid
 
 if TYPE_CHECKING:
@@ -25,9 +28,9 @@ _RANGES = {
     "i64": (-(2**63), 2**63 - 1),
 }
 _U32_MAX = 2**32 - 1
-_U64_MAX = 2**64 - 1
 _FLOAT32_MAX = 3.4028235677973366e38  # from here on a double rounds to infinity
 _BUFFER_BYTES = 4096  # the largest parameter space of a kernel
+_NO_OBJECTS: Mapping[int, Any] = MappingProxyType({})
 
 
 class _ThreadBuffer(threading.local):
@@ -55,6 +58,11 @@ class _ThreadBuffer(threading.local):
 
 _thread = _ThreadBuffer()
 
+# Called with kernel, argument values and stream before each launch in its context (checked mode sets it).
+before_launch: ContextVar[Callable[[KernelHandle, Sequence[Value], int], None] | None] = ContextVar(
+    "before_launch", default=None
+)
+
 
 class KernelLaunch:
     """Collects geometry and arguments of one launch; every method but `launch` returns the builder.
@@ -66,19 +74,19 @@ class KernelLaunch:
     before anything runs, and names kernel and parameter.
     """
 
-    __slots__ = ("_block", "_gpu", "_grid", "_kernel", "_kinds", "_objects", "_shared_mem", "_values")
+    # What most launches leave as it is.
+    _grid: Grid | None = None
+    _block: Grid | None = None
+    _shared_mem = 0
+    _objects: dict[int, Any] | None = None
 
     def __init__(self, gpu: GpuBackend, kernel: KernelHandle) -> None:
         if kernel.gpu is not gpu:
             raise ArgumentValueError(f"kernel: got {kernel!r}, allowed is a handle made by this very backend")
         self._gpu = gpu
         self._kernel = kernel
-        self._grid: Grid | None = None
-        self._block: Grid | None = None
-        self._shared_mem = 0
         self._values: list[Value] = []
         self._kinds: list[str] = []
-        self._objects: dict[int, Any] = {}
 
     def grid(self, dims: Sequence[int]) -> KernelLaunch:
         """Blocks in x, y, z. A kernel of the package knows its own; a different one raises at `launch`."""
@@ -97,23 +105,15 @@ class KernelLaunch:
 
     def arg_ptr(self, pointer: Any) -> KernelLaunch:
         """A device pointer: int, `DevicePtr`, or an array that lives on this backend."""
-        if type(pointer) is not int:
-            position = len(self._values)
-            self._kernel.check_array(position, pointer)
-            self._objects[position] = pointer
-            try:
-                pointer = self._gpu.pointer(pointer)
-            except ArgumentTypeError as error:
-                raise ArgumentTypeError(f"{self._name()}: {error}") from None
-        if pointer < 0 or pointer > _U64_MAX:
-            raise self._bad_value("ptr", pointer)
+        if type(pointer) is not int or pointer >> 64:  # bits beyond the 64th, or a sign
+            pointer = self._checked_pointer(pointer)
         self._values.append(pointer)
         self._kinds.append("ptr")
         return self
 
     def arg_u32(self, value: int) -> KernelLaunch:
         """An unsigned 32-bit integer."""
-        if type(value) is not int or value < 0 or value > _U32_MAX:
+        if type(value) is not int or value >> 32:
             value = self._checked_integer("u32", value)
         self._values.append(value)
         self._kinds.append("u32")
@@ -121,7 +121,7 @@ class KernelLaunch:
 
     def arg_u64(self, value: int) -> KernelLaunch:
         """An unsigned 64-bit integer."""
-        if type(value) is not int or value < 0 or value > _U64_MAX:
+        if type(value) is not int or value >> 64:
             value = self._checked_integer("u64", value)
         self._values.append(value)
         self._kinds.append("u64")
@@ -129,13 +129,17 @@ class KernelLaunch:
 
     def arg_i32(self, value: int) -> KernelLaunch:
         """A signed 32-bit integer."""
-        self._values.append(self._checked_integer("i32", value))
+        if type(value) is not int or (value >> 31) not in (0, -1):
+            value = self._checked_integer("i32", value)
+        self._values.append(value)
         self._kinds.append("i32")
         return self
 
     def arg_i64(self, value: int) -> KernelLaunch:
         """A signed 64-bit integer."""
-        self._values.append(self._checked_integer("i64", value))
+        if type(value) is not int or (value >> 63) not in (0, -1):
+            value = self._checked_integer("i64", value)
+        self._values.append(value)
         self._kinds.append("i64")
         return self
 
@@ -163,33 +167,41 @@ class KernelLaunch:
         if self._kinds != kernel.kinds:
             raise self._wrong_arguments()
         handle = stream if type(stream) is int and stream >= 0 else self._gpu.stream_handle(stream)
-        chosen = kernel.select(values)
-        if chosen.grid is not None and chosen.block is not None:
-            grid, block = chosen.grid(values), chosen.block
-            self._check_geometry(grid, block)
-            if 0 in grid:
-                return
-            for index, multiple in kernel.multiples:
-                if values[index] % multiple:
-                    raise self._misaligned(index, multiple)
-        elif self._grid is None or self._block is None:
-            raise ArgumentValueError(f"{kernel.entry}: this kernel needs both grid and block")
+        plan = kernel.plan(values)
+        grid, block = plan.grid, plan.block
+        if grid is None or block is None:
+            grid, block = self._own_geometry()
         else:
-            grid, block = self._grid, self._block
-        check_grid(kernel.entry, grid)
+            if self._grid is not None or self._block is not None:
+                self._check_geometry(grid, block)
+            if plan.empty:
+                return
+            for index, multiple in kernel.pointer_multiples:
+                if values[index] % multiple:
+                    raise kernel.misaligned(index, values[index], multiple)
+        inspect = before_launch.get()
+        if inspect is not None:
+            inspect(kernel, values, handle)
         thread = _thread
-        kernel.layout.pack_into(thread.buffer, values)
+        kernel.pack_into(thread.buffer, 0, *values)
         self._gpu.launch_packed(
-            chosen.loaded,
+            plan.loaded,
             grid,
             block,
-            self._shared_mem or chosen.shared_mem,
+            self._shared_mem or plan.shared_mem,
             thread.pointers(kernel.layout),
             handle,
-            self._objects,
-            chosen.cooperative,
-            chosen.overlapping,
+            self._objects or _NO_OBJECTS,
+            plan.cooperative,
+            plan.overlapping,
         )
+
+    def _own_geometry(self) -> tuple[Grid, Grid]:
+        """Grid and block of a kernel of the user's, which has only those given."""
+        if self._grid is None or self._block is None:
+            raise ArgumentValueError(f"{self._kernel.entry}: this kernel needs both grid and block")
+        check_grid(self._kernel.entry, self._grid)
+        return self._grid, self._block
 
     def _check_geometry(self, grid: Grid, block: Grid) -> None:
         for name, given, own in (("grid", self._grid, grid), ("block", self._block, block)):
@@ -198,13 +210,6 @@ class KernelLaunch:
                     f"{self._kernel.entry}: {name} is {given}, but this kernel's own for these "
                     f"arguments is {own}; leave it out"
                 )
-
-    def _misaligned(self, index: int, multiple: int) -> ArgumentValueError:
-        parameter = self._kernel.parameters[index]
-        unit = "address, in bytes," if parameter.kind == "ptr" else "value"
-        return ArgumentValueError(
-            f"{parameter.name}: got {self._values[index]}, its {unit} must be a multiple of {multiple}"
-        )
 
     def _wrong_arguments(self) -> ArgumentTypeError:
         kernel, parameters = self._kernel, self._kernel.parameters
@@ -236,6 +241,27 @@ class KernelLaunch:
             return ArgumentValueError(f"{self._name()}: got {value}, which does not fit a float32")
         low, high = _RANGES[kind]
         return ArgumentValueError(f"{self._name()}: got {value}, allowed for {kind} is {low} to {high}")
+
+    def _checked_pointer(self, pointer: Any) -> int:
+        """Address of a `DevicePtr` or an array, which the launch then keeps; an int is out of range."""
+        if type(pointer) is DevicePtr:
+            address = pointer.address
+        elif type(pointer) is int:
+            raise self._bad_value("ptr", pointer)
+        else:
+            self._kernel.check_array(len(self._values), pointer)
+            try:
+                address = self._gpu.pointer(pointer)
+            except ArgumentTypeError as error:
+                raise ArgumentTypeError(f"{self._name()}: {error}") from None
+            except ArgumentValueError as error:
+                raise ArgumentValueError(f"{self._name()}: {error}") from None
+            if not 0 <= address < 1 << 64:
+                raise self._bad_value("ptr", address)
+        if self._objects is None:
+            self._objects = {}
+        self._objects[len(self._values)] = pointer
+        return address
 
     def _checked_integer(self, kind: str, value: Any) -> int:
         low, high = _RANGES[kind]
@@ -279,6 +305,8 @@ def as_integer(name: str, value: Any) -> int:
     Raises:
         ArgumentTypeError: it is none; the message names it.
     """
+    if type(value) is int:
+        return value
     try:
         if isinstance(value, bool) or _is_device_array(value):
             raise TypeError

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cupaged.errors import KernelSourceError
 
@@ -72,11 +76,51 @@ class KernelSource:
         return (own,) if own == package else (own, package)
 
     def digest(self) -> str:
-        """Hex SHA-256 of the source and of every file it includes, directly or not."""
-        digest = hashlib.sha256()
-        for path in include_closure(self.path, self.include_dirs):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        """Hex SHA-256 of the source and of every file it includes, directly or not.
+
+        Files of the package are read again when they have changed; others always, because a new file beside
+        them may hide one of the package.
+        """
+        key = (self.path, self.include_dirs)
+        own = self.path.parent == kernels_dir()
+        known = _digests.get(key) if own else None
+        if known is not None and known.stamps == _stamps(known.files):
+            return known.digest
+        files = tuple(map(str, include_closure(*key)))
+        stamps, digest = _stamps(files), hashlib.sha256()
+        for file in files:
+            content = Path(file).read_bytes()
+            digest.update(Path(file).name.encode() + b"\0" + content + b"\0")
+        if own and time.time_ns() - max(modified for modified, _ in stamps) > _SETTLED_NS:
+            _digests[key] = _Digest(files, stamps, digest.hexdigest())
         return digest.hexdigest()
+
+
+class _Digest(NamedTuple):
+    """What a source and its includes were when they were last read."""
+
+    files: tuple[str, ...]
+    stamps: tuple[tuple[int, int], ...]
+    digest: str
+
+
+_digests: dict[tuple[Path, tuple[Path, ...]], _Digest] = {}
+
+# A file changed this lately may change again without its time of change showing it.
+_SETTLED_NS = 2_000_000_000
+
+
+def _stamps(files: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    """(nanoseconds of the last change, bytes) of each file; of one that is gone, (0, -1)."""
+    found = []
+    for file in files:
+        try:
+            status = os.stat(file)  # noqa: PTH116 - twenty a decoder: a Path takes three times as long
+        except OSError:
+            found.append((0, -1))
+        else:
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
 
 
 @functools.cache
@@ -118,22 +162,46 @@ def include_closure(path: Path, include_dirs: tuple[Path, ...]) -> list[Path]:
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
+_LINKAGE = re.compile(r'extern\s+"C"\s*(\{)?')
+_BRACE_OR_LITERAL = re.compile(r"""[{}]|"(?:\\.|[^"\\\n])*"|'(?:\\.[^'\n]*|[^'\\\n])'""")
+
+
+def _c_linkage(text: str) -> list[tuple[int, int]]:
+    """(begin, end) of what the ``extern "C" { ... }`` blocks of a text without comments enclose."""
+    blocks = []
+    for opening in _LINKAGE.finditer(text):
+        if opening.group(1) is None:
+            continue
+        depth = 1
+        for token in _BRACE_OR_LITERAL.finditer(text, opening.end()):
+            depth += {"{": 1, "}": -1}.get(token.group(), 0)
+            if depth == 0:
+                blocks.append((opening.end(), token.start()))
+                break
+    return blocks
+
+
 def parse_parameters(text: str, entry: str) -> tuple[Parameter, ...]:
     """Parameters of ``extern "C" __global__ void ... entry(...)`` in CUDA source text.
+
+    ``extern "C"`` stands before the function, or before braces around it; ``__launch_bounds__`` before or
+    after ``void``.
 
     Raises:
         KernelSourceError: no such entry, or a parameter of a type that launches do not support.
     """
     text = _COMMENT.sub(" ", text)
+    bounds = r"(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?"
     pattern = re.compile(
-        r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?'
-        + re.escape(entry)
-        + r"\s*\(([^()]*)\)"
+        rf'(extern\s+"C"\s+)?\b__global__\s+{bounds}void\s+{bounds}{re.escape(entry)}\s*\(([^()]*)\)'
     )
-    match = pattern.search(text)
-    if match is None:
+    blocks = _c_linkage(text)
+    for match in pattern.finditer(text):
+        if match.group(1) or any(begin <= match.start() < end for begin, end in blocks):
+            break
+    else:
         raise KernelSourceError(f'no entry extern "C" __global__ void {entry}(...) in the source')
-    declarations = [d.strip() for d in match.group(1).split(",")]
+    declarations = [d.strip() for d in match.group(2).split(",")]
     return tuple(_parse_parameter(d, entry) for d in declarations if d)
 
 

@@ -83,6 +83,7 @@ class FakeBackend(HandleFactory):
     Attributes:
         loads: every source that was to be compiled.
         launches: every launch.
+        allocations: how many arrays were made.
         before_read: called at each launch before its parameters are read.
     """
 
@@ -94,6 +95,7 @@ class FakeBackend(HandleFactory):
     def __init__(self) -> None:
         self.loads: list[KernelSource] = []
         self.launches: list[Launch] = []
+        self.allocations = 0
         self.before_read: Callable[[], object] = lambda: None
 
     @property
@@ -141,6 +143,16 @@ class FakeBackend(HandleFactory):
         if isinstance(value, np.integer):
             return int(value)
         raise ArgumentTypeError(f"pointer: got {type(value).__name__}, allowed: int, DevicePtr, NumPy array")
+
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        self.allocations += 1
+        return aligned(shape, dtype)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return self.empty(shape, dtype)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Nothing ever runs."""
 
     def stream_handle(self, stream: Any) -> int:
         if isinstance(stream, bool) or not isinstance(stream, int):

@@ -17,7 +17,14 @@ from tests.fake_backend import FakeBackend, aligned
 NUM_BLOCKS = 6
 _MODULES = {
     "attention_finalize": "paged_decode_attn_tiled",
+    "attention_merge_states": "paged_decode_attn_tiled",
     "bf16_absmax_rows": "bf16_absmax",
+    "copy_cache_blocks": "cache_blocks",
+    "gather_tokens_bf16": "cache_blocks",
+    "gather_tokens_f32": "cache_blocks",
+    "merge_states_bf16": "merge_states",
+    "merge_states_f32": "merge_states",
+    "merge_states_f32_to_bf16": "merge_states",
     "paged_decode_attn_reduce_fp8": "paged_decode_attn_reduce",
     "paged_decode_attn_reduce_nvfp4": "paged_decode_attn_reduce",
     "paged_decode_attn_splitk_bf16": "paged_decode_attn_bf16",
@@ -55,7 +62,30 @@ SCALARS: dict[str, Any] = {
     "num_rows": 13,
     "row_elems": 100,
     "row_stride": 120,
+    "seq_len": 40,
+    "cache_format": 2,
+    "scale": 0.75,
+    "token_stride_bytes": 64,
+    "head_stride_bytes": 32,
+    "scale_token_stride_bytes": 8,
+    "scale_head_stride_bytes": 4,
+    "num_pairs": 5,
+    "data_bytes": 1024,
+    "scale_bytes": 128,
+    "source_stride_bytes": 1184,
+    "source_section_bytes": 1040,
+    "target_stride_bytes": 1200,
+    "target_section_bytes": 1056,
+    "num_source_blocks": 6,
+    "num_target_blocks": 5,
+    "num_parts": 4,
+    "part_stride": 13 * 64 + 16,
+    "lse_stride": 13 + 2,
+    "seq_stride": 23,
 }
+# Launchers that mean something else by a scalar's name.
+_OWN_SCALARS: dict[str, dict[str, Any]] = {"attention_merge_states": {"part_stride": 6}}
+_STATE_ROWS = 2 * 23 + 3 * 6 + 1  # 3 sequences of 4 parts, as those strides place them
 INTEGERS = {name for name, value in SCALARS.items() if isinstance(value, int)}
 FACTORS = {name for name, value in SCALARS.items() if isinstance(value, float)}
 
@@ -72,12 +102,21 @@ _ARRAYS: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
     "l_state": ((3, 8), np.float32),
     "o_state": ((3, 8, 64), np.float32),
     "out_max": ((1,), np.float32),
-    "lse": ((3, 8), np.float32),
-    "part_o": ((4 * 2 * 2, 8, 64), np.float32),
-    "part_state": ((4 * 2 * 2, 8, 2), np.float32),
-    "counters": ((3,), np.uint32),
-    "k_pool": ((NUM_BLOCKS, 16, 2, 64), np.uint16),
-    "v_pool": ((NUM_BLOCKS, 16, 2, 64), np.uint16),
+    "m_parts": ((_STATE_ROWS, 8), np.float32),
+    "l_parts": ((_STATE_ROWS, 8), np.float32),
+    "o_parts": ((_STATE_ROWS, 8, 64), np.float32),
+    "m_out": ((3, 8), np.float32),
+    "l_out": ((3, 8), np.float32),
+    "o_out": ((3, 8, 64), np.float32),
+    "pool": ((NUM_BLOCKS, SCALARS["block_stride_bytes"]), np.uint8),
+    "block_ids": ((3,), np.int32),
+    "scales": ((2,), np.float32),
+    "pairs": ((5, 2), np.int32),
+    "k_source": ((6, 1184), np.uint8),
+    "v_source": ((6, 1184), np.uint8),
+    "k_target": ((5, 1200), np.uint8),
+    "v_target": ((5, 1200), np.uint8),
+    "out_lse": ((13,), np.float32),
 }
 _POOLS: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
     "bf16": ((NUM_BLOCKS, 16, 2, 64), ml_dtypes.bfloat16),
@@ -88,27 +127,42 @@ _POOLS: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
 
 def format_of(launcher: str) -> str:
     """Cache format of a launcher that has one."""
-    return launcher.rpartition("_")[2]
+    return "bf16" if launcher.endswith("tiled") else launcher.rpartition("_")[2]
 
 
-def rows(count: int, stride: int, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """BF16 rows with gaps between them."""
+def scalars_of(launcher: str) -> dict[str, Any]:
+    """Scalars by name, as a launcher means them."""
+    return SCALARS | _OWN_SCALARS.get(launcher, {})
+
+
+def rows(
+    count: int, stride: int, shape: tuple[int, ...], dtype: npt.DTypeLike = ml_dtypes.bfloat16
+) -> npt.NDArray[Any]:
+    """Rows with gaps between them, BF16 unless another dtype is given."""
     row = int(np.prod(shape))
-    wide = aligned((count, stride), ml_dtypes.bfloat16)
+    wide = aligned((count, stride), dtype)
     return np.lib.stride_tricks.as_strided(
-        wide[:, :row], (count, *shape), (wide.strides[0], *np.empty(shape, np.uint16).strides)
+        wide[:, :row], (count, *shape), (wide.strides[0], *np.empty(shape, dtype).strides)
     )
 
 
 def _array(launcher: str, name: str) -> npt.NDArray[Any]:
     if name == "q":
-        stride = 8 * 64 if launcher == "paged_decode_attn_tiled" else SCALARS["q_stride"]
+        stride = 8 * 64 if "tiled" in launcher else SCALARS["q_stride"]
         return rows(3, stride, (8, 64))
     if name in ("key", "value"):
         return rows(10, SCALARS[f"{name}_stride"], (2, 64))
     if name == "data":
         return rows(13, 120, (100,)) if launcher.endswith("rows") else aligned(1000, np.uint16)
-    if name in ("k_cache", "v_cache"):
+    if name == "outputs":
+        dtype = "bfloat16" if launcher == "merge_states_bf16" else "float32"
+        return rows(4, SCALARS["part_stride"], (13, 64), np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    if name == "lses":
+        return rows(4, SCALARS["lse_stride"], (13,), np.float32)
+    if name == "out" or (name == "output" and launcher.startswith("gather")):
+        shape = (13, 64) if name == "out" else (40, 2, 64)
+        return aligned(shape, np.float32 if launcher.endswith("f32") else ml_dtypes.bfloat16)
+    if name in ("k_cache", "v_cache", "k_pool", "v_pool"):
         return aligned(*_POOLS[format_of(launcher)])
     return aligned(*_ARRAYS[name])
 
@@ -121,12 +175,14 @@ def parameters(launcher: str) -> list[str]:
 
 def arguments(launcher: str) -> dict[str, Any]:
     """Valid arguments of a launcher, by name."""
-    return {n: SCALARS[n] if n in SCALARS else _array(launcher, n) for n in parameters(launcher)}
+    scalars = scalars_of(launcher)
+    return {n: scalars[n] if n in scalars else _array(launcher, n) for n in parameters(launcher)}
 
 
 def addresses(launcher: str) -> dict[str, Any]:
     """Valid arguments with bare addresses for pointers, so that nothing is known about their sizes."""
-    return {n: SCALARS.get(n, (i + 1) << 20) for i, n in enumerate(parameters(launcher))}
+    scalars = scalars_of(launcher)
+    return {n: scalars.get(n, (i + 1) << 20) for i, n in enumerate(parameters(launcher))}
 
 
 def handle(gpu: FakeBackend, launcher: str) -> KernelHandle:

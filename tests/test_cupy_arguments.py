@@ -15,8 +15,8 @@ from cupaged.errors import ArgumentTypeError, ArgumentValueError
 
 
 class CupyArray:
-    def __init__(self, address: int) -> None:
-        self.data = SimpleNamespace(ptr=address)
+    def __init__(self, address: int, device: int = 0) -> None:
+        self.data = SimpleNamespace(ptr=address, device_id=device)
 
 
 class Stream:
@@ -40,6 +40,22 @@ class OtherLibrarysArray:
         }
 
 
+class UnknownPointerError(RuntimeError):
+    """CuPy's CUDARuntimeError."""
+
+
+HOST, DEVICE, MANAGED = 1, 2, 3  # cudaMemoryType
+MEMORY = {4096: (DEVICE, 0), 8192: (DEVICE, 1), 12288: (MANAGED, 1), 16384: (HOST, 1)}
+
+
+def attributes(address: int) -> Any:
+    """What the runtime says of an address."""
+    if address not in MEMORY:
+        raise UnknownPointerError("cudaErrorInvalidValue")
+    kind, device = MEMORY[address]
+    return SimpleNamespace(type=kind, device=device)
+
+
 class ProtocolStream:
     """A stream by the protocol: (version, handle)."""
 
@@ -56,6 +72,8 @@ def gpu() -> Any:
     backend = object.__new__(CupyBackend)
     cuda = SimpleNamespace(Stream=Stream, ExternalStream=ExternalStream)
     backend._cupy = SimpleNamespace(ndarray=CupyArray, cuda=cuda)
+    backend._runtime = SimpleNamespace(pointerGetAttributes=attributes, CUDARuntimeError=UnknownPointerError)
+    backend.device = 0
     return backend
 
 
@@ -70,6 +88,22 @@ def test_pointers(gpu: Any) -> None:
         address = gpu.pointer(value)
         assert address == 4096
         assert type(address) is int
+
+
+def test_arrays_of_another_device_are_refused(gpu: Any) -> None:
+    for array in (CupyArray(8192, device=1), OtherLibrarysArray(8192)):
+        with pytest.raises(
+            ArgumentValueError, match=f"got a {type(array).__name__} on device 1, .* device, 0; copy"
+        ):
+            gpu.pointer(array)
+    gpu.device = 1
+    assert gpu.pointer(CupyArray(8192, device=1)) == gpu.pointer(OtherLibrarysArray(8192)) == 8192
+
+
+def test_memory_that_every_device_reaches_is_taken(gpu: Any) -> None:
+    for address in (12288, 16384, 20480, 0):  # managed, pinned, one the runtime does not know, null
+        assert gpu.pointer(OtherLibrarysArray(address)) == address
+    assert gpu.pointer(CupyArray(0, device=1)) == 0  # an empty array
 
 
 @pytest.mark.parametrize("bad", [None, "4096", 4096.0, True, [4096], np.zeros(4), object()])

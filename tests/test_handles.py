@@ -11,6 +11,7 @@ import pytest
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
+from cupaged.registry.decode import planned_spec
 from tests.fake_backend import FakeBackend, aligned, builder
 
 REDUCE = ("paged_decode_attn_reduce", "paged_decode_attn_reduce_fp8")
@@ -96,7 +97,7 @@ def test_misaligned_pointers_name_the_parameter(gpu: FakeBackend, parameter: str
     for offset in range(1, multiple):
         with pytest.raises(
             ArgumentValueError,
-            match=f"^{parameter}: got {ADDRESS + offset}, its address, .* must be a multiple of {multiple}",
+            match=f"^{parameter}: got {ADDRESS + offset:#x}, its address, .* be a multiple of {multiple}",
         ):
             reduce(gpu, kernel, **{parameter: ADDRESS + offset}).launch(0)
     assert gpu.launches == []
@@ -104,27 +105,34 @@ def test_misaligned_pointers_name_the_parameter(gpu: FakeBackend, parameter: str
     assert gpu.last.values[parameter] == ADDRESS + multiple
 
 
+SPEC = {"head_dim": 64, "gqa_ratio": 4, "num_kv_heads": 2, "block_size": 16}
+RING = ("block_heads", "block_head_tiles", "token_warps", "stage_tiles", "stages", "blocks_per_sm", "bulk",
+        "joined", "fill_delay", "sequence_cost")  # fmt: skip
+
+
+def warmed(gpu: FakeBackend) -> dict[str, int]:
+    """Every constant of the decode kernel that `decode` launches."""
+    return dict(gpu.kernel(*DECODE).warm(**SPEC).constants)
+
+
 def test_one_load_for_each_specialisation(gpu: FakeBackend) -> None:
     kernel = gpu.kernel(*DECODE)
-    for heads in ((8, 2), (4, 1), (32, 8)):  # the same ratio
-        decode(gpu, kernel, num_q_heads=heads[0], num_kv_heads=heads[1]).launch(0)
+    for _ in range(3):
+        decode(gpu, kernel).launch(0)
     assert len(gpu.loads) == 1
-    assert gpu.last.constants == {
-        "SPEC_HEAD_DIM": "64",
-        "SPEC_GQA_RATIO": "4",
-        "SPEC_BLOCK_SIZE": "16",
-        "SPEC_TOKEN_WARPS": "4",
-    }
-    for changed in ({"head_dim": 128}, {"block_size": 32}, {"num_q_heads": 2}):
+    assert gpu.last.constants == {f"SPEC_{name.upper()}": str(value) for name, value in warmed(gpu).items()}
+    for changed in ({"head_dim": 128}, {"block_size": 32}, {"num_q_heads": 2}, {"num_kv_heads": 4}):
         decode(gpu, kernel, **changed).launch(0)
-    assert len(gpu.loads) == 4
-    assert len({source.defines for source in gpu.loads}) == 4
+    assert len(gpu.loads) == 6  # one of them by `warmed`
+    assert len({source.defines for source in gpu.loads}) == 5
 
 
 def test_warm_loads_what_the_launch_then_uses(gpu: FakeBackend) -> None:
     kernel = gpu.kernel(*DECODE)
-    warmed = kernel.warm(block_size=16, head_dim=64, gqa_ratio=4)
-    assert warmed.constants == {"head_dim": 64, "gqa_ratio": 4, "block_size": 16, "token_warps": 4}
+    found = kernel.warm(**dict(reversed(SPEC.items()))).constants
+    assert {name: found[name] for name in SPEC} == SPEC
+    assert set(found) == {*SPEC, *RING, "split"}
+    assert found["split"] == 0
     assert (len(gpu.loads), len(gpu.launches)) == (1, 0)
     decode(gpu, kernel).launch(0)
     assert len(gpu.loads) == 1
@@ -132,27 +140,30 @@ def test_warm_loads_what_the_launch_then_uses(gpu: FakeBackend) -> None:
 
 def test_warm_wants_every_constant_and_no_other(gpu: FakeBackend) -> None:
     kernel = gpu.kernel(*DECODE, head_dim=64)
-    with pytest.raises(ArgumentValueError, match=r"needed are \['block_size', 'gqa_ratio', 'head_dim'\]"):
+    needed = r"needed are \['block_size', 'gqa_ratio', 'head_dim', 'num_kv_heads'\]"
+    with pytest.raises(ArgumentValueError, match=needed):
         kernel.warm(gqa_ratio=4)
-    with pytest.raises(
-        ArgumentValueError, match=r"unknown .* tokens; allowed: head_dim, gqa_ratio, block_size"
-    ):
-        kernel.warm(gqa_ratio=4, block_size=16, tokens=1)
+    rest = {name: value for name, value in SPEC.items() if name != "head_dim"}
+    allowed = "allowed: head_dim, gqa_ratio, num_kv_heads, block_size"
+    with pytest.raises(ArgumentValueError, match=f"unknown .* tokens; {allowed}"):
+        kernel.warm(**rest, tokens=1)
     with pytest.raises(ArgumentValueError, match="head_dim is pinned to 64, but this launch asks for 128"):
-        kernel.warm(gqa_ratio=4, block_size=16, head_dim=128)
+        kernel.warm(**rest, head_dim=128)
     assert gpu.loads == []
-    kernel.warm(gqa_ratio=4, block_size=16)
+    kernel.warm(**rest)
     assert len(gpu.loads) == 1
 
 
 BAD_CONSTANTS: list[tuple[str, Any, type[Exception]]] = [
-    ("head_dim", 96, ValueError),
+    ("head_dim", 72, ValueError),
+    ("head_dim", 272, ValueError),
     ("head_dim", 0, ValueError),
     ("head_dim", "64", TypeError),
     ("head_dim", True, TypeError),
     ("gqa_ratio", 0, ValueError),
-    ("gqa_ratio", 17, ValueError),
+    ("gqa_ratio", 129, ValueError),
     ("gqa_ratio", 4.0, TypeError),
+    ("num_kv_heads", 0, ValueError),
     ("block_size", 0, ValueError),
     ("block_size", 257, ValueError),
 ]
@@ -164,7 +175,7 @@ def test_unsupported_constants_are_refused_when_pinned_and_when_warmed(
 ) -> None:
     with pytest.raises(error, match=rf"^{name}: got {value!r}.*allowed"):
         gpu.kernel(*DECODE, **{name: value})
-    constants = {"head_dim": 64, "gqa_ratio": 4, "block_size": 16} | {name: value}
+    constants = SPEC | {name: value}
     with pytest.raises(error, match=rf"^{name}: got {value!r}.*allowed"):
         gpu.kernel(*DECODE).warm(**constants)
     assert gpu.loads == []
@@ -181,6 +192,43 @@ def test_a_pinned_constant_must_match_the_launch(gpu: FakeBackend) -> None:
         with pytest.raises(ArgumentValueError, match=f"paged_decode_attn_bf16: {message}"):
             decode(gpu, kernel, **changed).launch(0)
     assert len(gpu.launches) == len(gpu.loads) == 1
+
+
+PLANNED = ("paged_decode_attn_planned", "paged_decode_attn_plan")
+BAD_PLANNED: list[tuple[str, Any, type[Exception]]] = [
+    *((name, 2, ValueError) for name in ("heads_first", "joined", "causal", "soft_cap", "query_f16", "many")),
+    *((name, bad, ValueError) for name in ("key_format", "value_format") for bad in (-1, 3)),
+    *(("query_tokens", bad, ValueError) for bad in (0, 9)),
+    *((name, True, TypeError) for name in ("causal", "latency", "key_format")),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error"), BAD_PLANNED)
+def test_unsupported_constants_of_the_planned_kernels(
+    gpu: FakeBackend, name: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=rf"^{name}: got {value!r}.*allowed"):
+        gpu.kernel(*PLANNED, **planned_spec(**SPEC) | {name: value})
+    assert gpu.loads == []
+
+
+def test_kernels_that_scalars_do_not_specialise_want_every_constant_pinned(gpu: FakeBackend) -> None:
+    spec = planned_spec(**SPEC)
+
+    def launch(kernel: KernelHandle) -> None:
+        builder(gpu, kernel).arg_ptr(ADDRESS).arg_ptr(ADDRESS).arg_u32(4).arg_u32(3).arg_u32(0).launch(0)
+
+    for left_out in spec:
+        some = {name: value for name, value in spec.items() if name != left_out}
+        with pytest.raises(ArgumentValueError, match=r"paged_decode_attn_plan: got constants .* needed are"):
+            launch(gpu.kernel(*PLANNED, **some))
+    assert gpu.loads == gpu.launches == []  # type: ignore[comparison-overlap]
+    kernel = gpu.kernel(*PLANNED, **spec)
+    assert kernel.grid_of(num_seqs=3) == (1, 1, 1)
+    assert gpu.loads == []
+    for _ in range(2):
+        launch(kernel)
+    assert (len(gpu.loads), gpu.last.grid, gpu.last.block) == (1, (1, 1, 1), (1024, 1, 1))
 
 
 def test_unknown_constants_are_refused(gpu: FakeBackend) -> None:

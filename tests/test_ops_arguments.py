@@ -92,10 +92,17 @@ def test_only_keyword_only_parameters_have_defaults(launcher: str) -> None:
 def expected(launcher: str, given: dict[str, Any]) -> dict[str, Any]:
     """Parameter name -> value of the kernel, from the arguments alone."""
     values = {n: v.ctypes.data if isinstance(v, np.ndarray) else v for n, v in given.items()}
-    if launcher == "paged_decode_attn_tiled":
+    if launcher.startswith("paged_decode_attn_tiled"):
         values |= {"inv_sqrt_d": 0.125, "last_block_valid_slots_per_seq": 0, "num_blocks": UNLIMITED}
+        values["num_splits"] = 1
     elif launcher.startswith("reshape"):
-        values["num_slots"] = NUM_BLOCKS * 16
+        values |= {"num_slots": NUM_BLOCKS * 16, "heads_first": 0}
+        if launcher.endswith("bf16"):
+            values["cache_stride"] = 16 * 2 * 64
+        else:
+            values = {"k_scale": 1.0, "v_scale": 1.0, "k_scales": 0, "v_scales": 0} | values
+    elif launcher.startswith("gather"):
+        values["num_blocks"] = UNLIMITED
     elif "k_cache" in values:
         values.setdefault("sliding_window", 0)
         values["num_blocks"] = NUM_BLOCKS
@@ -141,6 +148,28 @@ def test_pointers_may_be_ints_numpy_integers_and_device_ptrs(gpu: FakeBackend, l
         assert gpu.last.values[name] == given[name]
 
 
+WITH_QUERY_STRIDE = [name for name, _ in pairs({"q_stride"})]
+
+
+@pytest.mark.parametrize("launcher", WITH_QUERY_STRIDE)
+def test_queries_may_have_one_row_for_each_head(gpu: FakeBackend, launcher: str) -> None:
+    given = arguments(launcher) | {"q": aligned((3, 8, 64), np.uint16), "q_stride": 512}
+    call(gpu, launcher, given)
+    flat = given["q"].reshape(24, 64)
+    call(gpu, launcher, given, q=flat)
+    call(gpu, launcher, given, q=given["q"].reshape(3, 512))
+    one, two, three = gpu.launches
+    assert one.packed == two.packed == three.packed
+    gaps = aligned((24, 128), np.uint16)[:, :64]
+    other = aligned((8, 384), np.uint16)
+    for bad, stride, has in ((flat, 520, 512), (gaps, 512, 128), (gaps, 1024, 128), (other, 512, 384)):
+        with pytest.raises(ArgumentValueError, match=f"q_stride: got {stride}, but q has {has} elements"):
+            call(gpu, launcher, given, q=bad, q_stride=stride)
+    with pytest.raises(ArgumentValueError, match="q: reaches over 1472 elements, needed are 1536"):
+        call(gpu, launcher, given, q=flat[:-1])
+    assert len(gpu.launches) == 3
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("dtype", ["i2", "u2", "i4", "u4", "i8", "u8"])
 def test_numpy_integers_are_the_same_as_ints(gpu: FakeBackend, launcher: str, dtype: str) -> None:
@@ -183,19 +212,29 @@ def test_factors_are_the_same_in_every_type(gpu: FakeBackend, launcher: str, nam
         assert gpu.last.values[name] == 1.0
 
 
-def test_the_tiled_launchers_keywords(gpu: FakeBackend) -> None:
+@pytest.mark.parametrize("launcher", [name for name, _ in pairs({"tile_capacity"})])
+def test_the_tiled_launchers_keywords(gpu: FakeBackend, launcher: str) -> None:
     per_sequence = aligned(3, np.int32)
+    given = arguments(launcher)
+    states = {
+        f"{name}_state": aligned((3, 6, *given[f"{name}_state"].shape[1:]), np.float32) for name in "mlo"
+    }
     call(
         gpu,
-        "paged_decode_attn_tiled",
-        arguments("paged_decode_attn_tiled"),
+        launcher,
+        given | states,
         inv_sqrt_d=0.75,
         last_block_valid_slots_per_seq=per_sequence,
         num_blocks=5,
+        num_splits=6,
     )
     values = gpu.last.values
-    assert (values["inv_sqrt_d"], values["num_blocks"]) == (0.75, 5)
+    assert (values["inv_sqrt_d"], values["num_blocks"], values["num_splits"]) == (0.75, 5, 6)
     assert values["last_block_valid_slots_per_seq"] == per_sequence.ctypes.data
+    assert gpu.last.grid == (3, 2, 6)
+    for name in states:
+        with pytest.raises(ArgumentValueError, match=f"{name}: got .* elements, needed are"):
+            call(gpu, launcher, given | states | {name: given[name]}, num_splits=6)
 
 
 # Format -> elements that a block uses, elements between blocks.
@@ -236,14 +275,19 @@ def test_the_pool_size_is_the_smallest_of_what_is_known(gpu: FakeBackend, launch
         assert gpu.last.values[name] == (unlimited if blocks is None else blocks * unit), changed
 
 
-def test_many_sequences_go_along_x(gpu: FakeBackend) -> None:
-    for launcher in (
-        "paged_decode_attn_bf16",
-        "paged_decode_attn_splitk_fp8",
-        "paged_decode_attn_reduce_fp8",
-    ):
-        call(gpu, launcher, addresses(launcher), num_seqs=1_000_000)
-        assert gpu.last.grid[0] == 1_000_000
+@pytest.mark.parametrize("launcher", ["paged_decode_attn_reduce_fp8", "paged_decode_attn_tiled_nvfp4"])
+def test_many_sequences_go_along_x(gpu: FakeBackend, launcher: str) -> None:
+    call(gpu, launcher, addresses(launcher), num_seqs=1_000_000)
+    assert gpu.last.grid[0] == 1_000_000
+
+
+@pytest.mark.parametrize("launcher", ["paged_decode_attn_bf16", "paged_decode_attn_splitk_fp8"])
+def test_many_sequences_share_the_blocks_that_there_are(gpu: FakeBackend, launcher: str) -> None:
+    call(gpu, launcher, addresses(launcher), num_seqs=1_000_000)
+    grid = gpu.last.grid
+    call(gpu, launcher, addresses(launcher), num_seqs=2_000_000)
+    assert gpu.last.grid == grid
+    assert 0 < grid[0] <= 2 * gpu.num_sms
 
 
 ZERO = [

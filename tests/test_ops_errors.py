@@ -27,24 +27,27 @@ from tests.launcher_cases import (
 )
 
 POINTERS: set[str] = set()
-POOLS = {"k_cache", "v_cache"}
+POOLS = {"k_cache", "v_cache", "k_pool", "v_pool"}
+TILED = [name for name, _ in pairs({"tile_capacity"})]
 
 
 DTYPES = {
     "bf16": ("bfloat16", "uint16"),
     "fp8": ("float8_e4m3fn", "uint8"),
     "nvfp4": ("uint8",),
+    "bytes": ("uint8", "float8_e4m3fn", "uint16", "bfloat16"),
     "f32": ("float32",),
     "i32": ("int32",),
     "u32": ("uint32",),
     "i64": ("int64",),
 }
+_WIDENED = ("outputs", "merge_states_f32_to_bf16")
 HELD = {
-    "f32": "workspace m_state l_state o_state out_max lse part_o part_state",
-    "i32": "block_tables seq_lens tile_blocks tile_block_counts",
-    "u32": "counters",
+    "f32": "workspace m_state l_state o_state out_max scales lses out_lse",
+    "i32": "block_tables seq_lens tile_blocks tile_block_counts block_ids pairs",
+    "bytes": "pool k_source v_source k_target v_target",
     "i64": "slot_mapping",
-    "bf16": "q key value output data k_pool v_pool",
+    "bf16": "q key value output data",
 }
 
 
@@ -52,6 +55,10 @@ def holds(launcher: str, name: str) -> str:
     """The format of a pointer parameter."""
     if name in POOLS:
         return format_of(launcher)
+    if name[1:] in ("_parts", "_out"):
+        return "f32"
+    if name in ("outputs", "out") or (name == "output" and launcher.startswith("gather")):
+        return "bf16" if launcher.endswith("bf16") and (name, launcher) != _WIDENED else "f32"
     return next(held for held, names in HELD.items() if name in names.split())
 
 
@@ -121,11 +128,19 @@ def test_factors_of_another_type(gpu: FakeBackend, launcher: str, name: str) -> 
         refused(gpu, launcher, arguments(launcher), TypeError, name, **{name: bad})
 
 
-def test_the_tiled_launchers_softmax_scale(gpu: FakeBackend) -> None:
-    given = arguments("paged_decode_attn_tiled")
+@pytest.mark.parametrize("launcher", TILED)
+def test_the_tiled_launchers_softmax_scale(gpu: FakeBackend, launcher: str) -> None:
+    given = arguments(launcher)
     for bad in (0.0, -1.0, math.nan, 1e-50, 1e300):
-        refused(gpu, "paged_decode_attn_tiled", given, ValueError, "inv_sqrt_d", inv_sqrt_d=bad)
-    refused(gpu, "paged_decode_attn_tiled", given, TypeError, "inv_sqrt_d", inv_sqrt_d="1")
+        refused(gpu, launcher, given, ValueError, "inv_sqrt_d", inv_sqrt_d=bad)
+    refused(gpu, launcher, given, TypeError, "inv_sqrt_d", inv_sqrt_d="1")
+
+
+@pytest.mark.parametrize("launcher", TILED)
+def test_the_tiled_launchers_numbers_of_splits(gpu: FakeBackend, launcher: str) -> None:
+    for bad in (0, 65_536):
+        message = refused(gpu, launcher, addresses(launcher), ValueError, "num_splits", num_splits=bad)
+        assert message == f"num_splits: got {bad}, allowed is 1 to 65535"
 
 
 @pytest.mark.parametrize(("launcher", "name"), pairs(POINTERS))
@@ -169,13 +184,13 @@ def test_misaligned_pointers(gpu: FakeBackend, launcher: str, name: str) -> None
     multiple = handle(gpu, launcher).known.multiples[name]  # type: ignore[union-attr]
     for offset in {1, multiple // 2} - {0, multiple}:
         message = refused(gpu, launcher, given, ValueError, name, **{name: given[name] + offset})
-        assert message.startswith(f"{name}: got {given[name] + offset}")
+        assert message.startswith(f"{name}: got {given[name] + offset:#x}, its address")
         assert f"multiple of {multiple}" in message
         refused(gpu, launcher, given, ValueError, name, **{name: DevicePtr(given[name] + offset)})
 
 
-# Pools are checked through their number of blocks; the sizes of the others follow from no argument.
-UNSIZED = POOLS | {"k_pool", "v_pool", "part_o", "part_state"}
+# Pools are checked through their number of blocks.
+UNSIZED = POOLS | {"pool", "k_source", "v_source", "k_target", "v_target"}
 
 
 @pytest.mark.parametrize(("launcher", "name"), [p for p in pairs(POINTERS) if p[1] not in UNSIZED])
@@ -190,15 +205,16 @@ def test_arrays_one_element_too_small(gpu: FakeBackend, launcher: str, name: str
     assert len(gpu.launches) == 1
 
 
-def test_the_tiled_launchers_lengths_too_small(gpu: FakeBackend) -> None:
-    given = arguments("paged_decode_attn_tiled")
+@pytest.mark.parametrize("launcher", TILED)
+def test_the_tiled_launchers_lengths_too_small(gpu: FakeBackend, launcher: str) -> None:
+    given = arguments(launcher)
     name = "last_block_valid_slots_per_seq"
     for bad, error in (
         (aligned(2, np.int32), ValueError),
         (aligned(3, np.int64), TypeError),
         ("x", TypeError),
     ):
-        refused(gpu, "paged_decode_attn_tiled", given, error, name, **{name: bad})
+        refused(gpu, launcher, given, error, name, **{name: bad})
 
 
 @pytest.mark.parametrize("launcher", [name for name, _ in pairs({"k_cache"})])
@@ -272,7 +288,8 @@ def test_rows_beyond_the_end_of_a_flat_array(gpu: FakeBackend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "name"), pairs({"cache_stride", "data_section_bytes", "block_stride_bytes"})
+    ("launcher", "name"),
+    [p for p in pairs({"cache_stride", "data_section_bytes", "block_stride_bytes"}) if "gather" not in p[0]],
 )
 def test_block_strides(gpu: FakeBackend, launcher: str, name: str) -> None:
     given = addresses(launcher)
@@ -287,19 +304,86 @@ def test_block_strides(gpu: FakeBackend, launcher: str, name: str) -> None:
     assert len(gpu.launches) == 1
 
 
-@pytest.mark.parametrize("name", ["blk_stride", "tok_stride", "kvh_stride"])
-def test_tiled_strides(gpu: FakeBackend, name: str) -> None:
-    given = addresses("paged_decode_attn_tiled")
-    refused(gpu, "paged_decode_attn_tiled", given, ValueError, name, **{name: -8})
-    refused(gpu, "paged_decode_attn_tiled", given, ValueError, name, **{name: given[name] + 4})
+@pytest.mark.parametrize("launcher", [name for name, _ in pairs({"slot_mapping"})])
+def test_the_order_of_a_blocks_rows(gpu: FakeBackend, launcher: str) -> None:
+    for bad in (1, 0, None, "yes", np.True_):
+        with pytest.raises(ArgumentTypeError, match=r"heads_first: got .*, allowed are True and False"):
+            call(gpu, launcher, addresses(launcher), heads_first=bad)
+    call(gpu, launcher, addresses(launcher), heads_first=True)
+    assert gpu.last.values["heads_first"] == 1
+    if launcher == "reshape_and_cache_nvfp4":
+        return  # its blocks have no shape
+    given = arguments(launcher)
+    pool = aligned((6, 2, 16, 64), given["k_cache"].dtype)
+    message = refused(gpu2 := FakeBackend(), launcher, given, ValueError, "v_cache", v_cache=pool)
+    assert "allowed is [n, 16, 2, 64]" in message
+    stride = {"cache_stride": 2048}
+    call(gpu2, launcher, given, k_cache=pool, v_cache=pool, heads_first=True, **stride)
 
 
-def test_last_block_valid_slots(gpu: FakeBackend) -> None:
+@pytest.mark.parametrize("launcher", ["gather_tokens_f32", "gather_tokens_bf16"])
+def test_gathers_pools_and_formats(gpu: FakeBackend, launcher: str) -> None:
+    """The pool reaches to the last row of its last block: 3 blocks, 15 tokens, 1 head and 32 bytes on."""
+    given = arguments(launcher)
+    needed = 3 * SCALARS["block_stride_bytes"] + 15 * 64 + 32 + 32
+    exact = aligned(needed, np.uint8)
+    for short in (exact[:-1], DevicePtr(4096, nbytes=needed - 1)):
+        message = refused(gpu, launcher, given, ValueError, "pool", pool=short, num_blocks=4)
+        assert message == f"pool: got {needed - 1} bytes, needed are {needed}"
+    message = refused(gpu, launcher, given, ValueError, "cache_format", cache_format=3)
+    assert message == "cache_format: got 3, allowed are 0 (bf16), 1 (fp8), 2 (nvfp4)"
+    for head_dim in (0, 8, 24, 100):
+        refused(gpu, launcher, addresses(launcher), ValueError, "head_dim", head_dim=head_dim)
+    for name in ("block_stride_bytes", "token_stride_bytes", "head_stride_bytes", "data_section_bytes"):
+        message = refused(gpu, launcher, given, ValueError, name, **{name: given[name] + 4})
+        assert "must be a multiple of 8" in message
+    call(gpu, launcher, given, pool=exact, num_blocks=4)
+
+
+def test_copied_pools(gpu: FakeBackend) -> None:
+    given = arguments("copy_cache_blocks")
+    for side, blocks, stride in (("source", 6, 1184), ("target", 5, 1200)):
+        needed = (blocks - 1) * stride + 1024
+        for name in (f"k_{side}", f"v_{side}"):
+            short = {name: DevicePtr(4096, nbytes=needed - 1)}
+            message = refused(gpu, "copy_cache_blocks", given, ValueError, name, **short)
+            assert message == f"{name}: got {needed - 1} bytes, needed are {needed}"
+        for name in (f"{side}_stride_bytes", f"{side}_section_bytes"):
+            refused(gpu, "copy_cache_blocks", given, ValueError, name, **{name: given[name] - 8})
+        refused(
+            gpu, "copy_cache_blocks", given, ValueError, f"num_{side}_blocks", **{f"num_{side}_blocks": 2**31}
+        )
+
+
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name.startswith("merge_states")])
+def test_merged_parts(gpu: FakeBackend, launcher: str) -> None:
+    given = arguments(launcher)
+    refused(gpu, launcher, given, ValueError, "num_parts", num_parts=0)
+    message = refused(gpu, launcher, given, ValueError, "part_stride", part_stride=13 * 64 + 20)
+    assert "outputs has 848 elements between rows" in message
+    message = refused(gpu, launcher, given, ValueError, "lse_stride", lse_stride=14)
+    assert "lses has 15 elements between rows" in message
+    for head_dim in (0, 2, 62):
+        refused(gpu, launcher, addresses(launcher), ValueError, "head_dim", head_dim=head_dim)
+    refused(gpu, launcher, addresses(launcher), ValueError, "part_stride", part_stride=13 * 64 + 2)
+
+
+@pytest.mark.parametrize(("launcher", "name"), pairs({"blk_stride", "tok_stride", "kvh_stride"}))
+def test_tiled_strides(gpu: FakeBackend, launcher: str, name: str) -> None:
+    given, multiple = addresses(launcher), 16 if launcher.endswith("fp8") else 8
+    refused(gpu, launcher, given, ValueError, name, **{name: -multiple})
+    for offset in (1, multiple // 2):
+        message = refused(gpu, launcher, given, ValueError, name, **{name: given[name] + offset})
+        assert f"must be a multiple of {multiple}" in message
+
+
+@pytest.mark.parametrize("launcher", TILED)
+def test_last_block_valid_slots(gpu: FakeBackend, launcher: str) -> None:
     for bad in (-1, 17):
         message = refused(
             gpu,
-            "paged_decode_attn_tiled",
-            arguments("paged_decode_attn_tiled"),
+            launcher,
+            arguments(launcher),
             ValueError,
             "last_block_valid_slots",
             last_block_valid_slots=bad,

@@ -10,7 +10,6 @@ import pytest
 
 from cupaged import ops
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.registry.ring import MAX_PLANNED_SEQS
 from tests.fake_backend import FakeBackend
 from tests.launcher_cases import LAUNCHERS, addresses, arguments, call, handle, pairs
 
@@ -28,11 +27,11 @@ def strides_for(given: dict[str, Any], **sizes: int) -> dict[str, Any]:
     return changed | {name: value for name, value in roomy.items() if name in given}
 
 
-WITH_HEADS = [name for name, _ in pairs({"num_kv_heads"}) if not name.startswith("reshape")]
+WITH_HEADS = [name for name, _ in pairs({"num_kv_heads"}) if not name.startswith(("reshape", "gather"))]
 
 
 @pytest.mark.parametrize("launcher", WITH_HEADS)
-@pytest.mark.parametrize("heads", [(3, 2), (33, 2), (5, 0), (0, 0), (0, 2), (17, 1), (64, 2)])
+@pytest.mark.parametrize("heads", [(3, 2), (33, 2), (5, 0), (0, 0), (0, 2), (129, 1), (512, 2)])
 def test_ratios_refused(gpu: FakeBackend, launcher: str, heads: tuple[int, int]) -> None:
     given = strides_for(addresses(launcher), num_q_heads=heads[0], num_kv_heads=heads[1])
     with pytest.raises(ArgumentValueError, match=f"num_q_heads, num_kv_heads: got {heads[0]}, {heads[1]}"):
@@ -41,7 +40,7 @@ def test_ratios_refused(gpu: FakeBackend, launcher: str, heads: tuple[int, int])
 
 
 @pytest.mark.parametrize("launcher", WITH_HEADS)
-@pytest.mark.parametrize("heads", [(9, 3), (28, 4), (24, 4), (5, 1), (16, 1), (1, 1)])
+@pytest.mark.parametrize("heads", [(9, 3), (28, 4), (24, 4), (5, 1), (16, 1), (1, 1), (17, 1), (128, 1)])
 def test_ratios_allowed(gpu: FakeBackend, launcher: str, heads: tuple[int, int]) -> None:
     given = strides_for(addresses(launcher), num_q_heads=heads[0], num_kv_heads=heads[1])
     if "gqa_ratio" in given:
@@ -50,8 +49,13 @@ def test_ratios_allowed(gpu: FakeBackend, launcher: str, heads: tuple[int, int])
     assert gpu.last.constants["SPEC_GQA_RATIO"] == str(heads[0] // heads[1])
 
 
-@pytest.mark.parametrize(("launcher", "name"), pairs({"head_dim"}))
-@pytest.mark.parametrize("head_dim", [0, 1, 8, 46, 48, 63, 65, 72, 80, 96, 100, 112, 512])
+def of_a_format(names: set[str]) -> list[tuple[str, str]]:
+    """Parameters of launchers that have a specialisation for each shape, which those of `upkeep` have not."""
+    return [pair for pair in pairs(names) if not pair[0].startswith(("gather_tokens", "merge_states"))]
+
+
+@pytest.mark.parametrize(("launcher", "name"), of_a_format({"head_dim"}))
+@pytest.mark.parametrize("head_dim", [0, 1, 8, 15, 17, 46, 63, 65, 72, 100, 264, 272, 512])
 def test_head_dims_refused(gpu: FakeBackend, launcher: str, name: str, head_dim: int) -> None:
     with pytest.raises(ArgumentValueError, match=f"head_dim: got {head_dim}, allowed"):
         call(gpu, launcher, strides_for(addresses(launcher), head_dim=head_dim))
@@ -60,7 +64,7 @@ def test_head_dims_refused(gpu: FakeBackend, launcher: str, name: str, head_dim:
     assert gpu.launches == []
 
 
-@pytest.mark.parametrize(("launcher", "name"), pairs({"block_size"}))
+@pytest.mark.parametrize(("launcher", "name"), of_a_format({"block_size"}))
 @pytest.mark.parametrize("block_size", [0, 257, 2**31])
 def test_block_sizes_refused(gpu: FakeBackend, launcher: str, name: str, block_size: int) -> None:
     given = strides_for(addresses(launcher), block_size=block_size)
@@ -90,19 +94,11 @@ def test_numbers_of_splits(gpu: FakeBackend, launcher: str, name: str) -> None:
         assert gpu.last.values["num_splits"] == good
 
 
-@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if "planned" in name])
-def test_the_planned_kernels_batch_is_limited(gpu: FakeBackend, launcher: str) -> None:
-    call(gpu, launcher, addresses(launcher), num_seqs=MAX_PLANNED_SEQS)
-    with pytest.raises(ArgumentValueError, match=f"num_seqs: got {MAX_PLANNED_SEQS + 1}, allowed"):
-        call(gpu, launcher, addresses(launcher), num_seqs=MAX_PLANNED_SEQS + 1)
-    assert len(gpu.launches) == 1
-    assert gpu.last.cooperative
-
-
-def test_a_ratio_that_contradicts_the_heads(gpu: FakeBackend) -> None:
-    given = arguments("paged_decode_attn_tiled")
+@pytest.mark.parametrize("launcher", [name for name, _ in pairs({"gqa_ratio"})])
+def test_a_ratio_that_contradicts_the_heads(gpu: FakeBackend, launcher: str) -> None:
+    given = arguments(launcher)
     with pytest.raises(ArgumentValueError, match="gqa_ratio: got 2, but num_q_heads / num_kv_heads is 4"):
-        call(gpu, "paged_decode_attn_tiled", given, gqa_ratio=2)
+        call(gpu, launcher, given, gqa_ratio=2)
     assert gpu.launches == []
 
 

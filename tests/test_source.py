@@ -99,6 +99,38 @@ def test_launch_bounds(before: str) -> None:
     assert parse("u32 n", before) == (Parameter("n", "u32"),)
 
 
+def test_launch_bounds_before_void() -> None:
+    text = 'extern "C" __global__ __launch_bounds__(32 * 4) void entry(u32 n) {}'
+    assert parse_parameters(text, "entry") == (Parameter("n", "u32"),)
+
+
+BLOCK = """
+    namespace outside { __global__ void entry(u64 mangled) {} }
+    extern "C" {
+    static const char* words = "} \\" }";  // a brace that closes nothing: }
+    __device__ int helper(char c) { if (c == '}' || c == '\\'') { return 1; } return 1'000; }
+    __global__ void __launch_bounds__(256) entry(u32 a,
+                                                 float b) { helper('{'); }
+    __global__ void second(i64 c) {}
+    }
+    __global__ void after(u32 d) {}
+    extern "C" { __global__ void third() {} }
+"""
+
+
+def test_blocks_of_c_linkage() -> None:
+    found = parse_parameters(BLOCK, "entry")
+    assert [(p.name, p.kind) for p in found] == [("a", "u32"), ("b", "f32")]
+    assert [p.name for p in parse_parameters(BLOCK, "second")] == ["c"]
+    assert parse_parameters(BLOCK, "third") == ()
+
+
+@pytest.mark.parametrize("entry", ["after", "outside"])
+def test_functions_outside_blocks_of_c_linkage_are_no_entries(entry: str) -> None:
+    with pytest.raises(KernelSourceError, match=f"no entry .* {entry}"):
+        parse_parameters(BLOCK, entry)
+
+
 def test_the_entry_is_found_by_its_whole_name() -> None:
     text = 'extern "C" __global__ void entry_two(u32 a) {}\nextern "C" __global__ void entry(float b) {}\n'
     assert parse_parameters(text, "entry") == (Parameter("b", "f32"),)
@@ -267,3 +299,25 @@ def test_kernels_dir_prefers_the_installed_copy(tmp_path: Path, monkeypatch: pyt
     assert find() == tmp_path / "kernels"
     (package / "_cuda" / "platform.cuh").touch()
     assert find() == package / "_cuda"
+
+
+def test_a_digest_is_kept_while_no_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header, path = tmp_path / "a.cuh", tmp_path / "k.cu"
+    header.write_text("1")
+    path.write_text('#include "a.cuh"\n')
+    long_ago = 1_500_000_000
+    for file in (header, path):
+        os.utime(file, (long_ago, long_ago))
+    monkeypatch.setattr("cupaged.source.kernels_dir", lambda: tmp_path)
+    source, reads = KernelSource(path, "k", ()), []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: reads.append(self) or read_bytes(self))
+    first = source.digest()
+    assert (source.digest(), len(reads)) == (first, 2)
+    header.write_text("2")
+    second = source.digest()
+    assert second != first
+    header.write_text("3")  # as many bytes, at nearly the same time
+    assert source.digest() not in (first, second)
+    header.unlink()
+    assert source.digest() not in (first, second)

@@ -83,7 +83,8 @@ class GpuBackend(Protocol):
         """Device address of an array that lives on this backend.
 
         Raises:
-            ArgumentTypeError: the object does not live on this backend.
+            ArgumentTypeError: the object is nothing that lives on a device like this one.
+            ArgumentValueError: it lives on another device.
         """
 
     def stream_handle(self, stream: Any) -> int:

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import checked_scale
 from cupaged.handle import KernelHandle
+from cupaged.interop import PLAIN_TYPES, backend_array
 from cupaged.launch import as_integer
 from cupaged.registry import MAX_GRID_YZ
-from cupaged.registry.rules import check_head_dim
 
 __all__ = [
     "UNLIMITED_BLOCKS",
     "UNLIMITED_SLOTS",
-    "check_decode",
     "check_heads",
+    "check_kernel",
     "check_num_blocks",
     "check_positive",
     "check_row_stride",
@@ -34,6 +35,8 @@ __all__ = [
     "check_splits",
     "check_stride",
     "launcher",
+    "remembered",
+    "takes_arrays",
 ]
 
 # Without a pool size, every id that is not negative is taken to be inside.
@@ -42,13 +45,49 @@ UNLIMITED_SLOTS = 2**63 - 1
 
 
 _Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+_MAX_REMEMBERED = 4096  # results of one function, each a few hundred bytes
+
+
+def remembered(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Keeps what a check of integers returned, so that the same ones again cost one look-up.
+
+    The integers arrive as ints: products of NumPy integers overflow, and what is no integer would fail in
+    them without a name (None stays, where the annotation allows it). Types are told apart (True is not 1),
+    and errors are not kept. Positional arguments only.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    optional = [(p.name, p.annotation == "int | None") for p in parameters]
+
+    def converted(*given: Any) -> _Result:
+        integers = [
+            None if may_be_none and value is None else as_integer(name, value)
+            for (name, may_be_none), value in zip(optional, given, strict=False)
+        ]
+        return function(*integers)  # type: ignore[arg-type, call-arg]
+
+    kept = functools.lru_cache(maxsize=_MAX_REMEMBERED, typed=True)(converted)
+
+    @functools.wraps(function)
+    def called(*given: Any) -> _Result:
+        try:
+            return kept(*given)
+        except TypeError as error:
+            if isinstance(error, ArgumentTypeError):
+                raise
+        return converted(*given)  # one of them cannot be hashed, as a NumPy array of no dimensions
+
+    return cast(Callable[_Parameters, _Result], called)
 
 
 def launcher(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
     """Makes a function the launcher of the kernel that has its name.
 
-    The handle given must be that kernel's. Parameters annotated as int arrive as
-    int: products of NumPy integers overflow, and what is no integer would fail in them without a name.
+    The convenient form. Launchers on the path of every decoded token do the same with `check_kernel` and
+    `remembered` sizes, which takes half the time. The handle given must be that kernel's. Parameters
+    annotated as int arrive as int: products of NumPy integers overflow, and what is no integer would fail in
+    them without a name.
     """
     signature = inspect.signature(function).parameters
     integers = [(i, p.name) for i, p in enumerate(signature.values()) if p.annotation == "int"]
@@ -66,13 +105,60 @@ def launcher(function: Callable[_Parameters, None]) -> Callable[_Parameters, Non
         for name in optional:
             if kwargs.get(name) is not None:
                 kwargs[name] = as_integer(name, kwargs[name])
-        _check_kernel(given[1] if len(given) > 1 else kwargs.get("kernel"), function.__name__)
+        check_kernel(given[1] if len(given) > 1 else kwargs.get("kernel"), function.__name__)
         function(*given, **kwargs)
 
-    return checked
+    return takes_arrays(checked)
 
 
-def _check_kernel(kernel: object, entry: str) -> None:
+def takes_arrays(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
+    """Lets a launcher take arrays of any library for its pointers, in the order of their streams.
+
+    What `cupaged.interop.device_array` takes becomes an array of the backend, before the launcher checks it.
+    Pointers are the parameters annotated Any, the stream apart; addresses and the backend's own arrays cost
+    one comparison of their types.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    pointers = [i for i, p in enumerate(parameters) if p.annotation == "Any" and p.name != "stream"]
+    names = [p.name for p in parameters]
+    stream_at = names.index("stream")
+    positional = operator.itemgetter(*[i for i in pointers if i < stream_at])
+    optional = [names[i] for i in pointers if i > stream_at]
+    needed = stream_at + 1
+    are_plain = PLAIN_TYPES.issuperset
+
+    @functools.wraps(function)
+    def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
+        if (
+            len(args) >= needed
+            and are_plain(map(type, positional(args)))
+            and (not optional or are_plain([type(kwargs.get(name)) for name in optional]))
+        ):
+            function(*args, **kwargs)
+            return
+        given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+        if len(args) <= len(names) and {"gpu", "stream"} <= given.keys():
+            given |= _backend_arrays({names[i]: given.get(names[i]) for i in pointers}, given)
+            args = tuple(given[name] for name in names[: len(args)])  # type: ignore[assignment]
+            kwargs = {name: given[name] for name in kwargs}  # type: ignore[assignment]
+        function(*args, **kwargs)
+
+    return called
+
+
+def _backend_arrays(pointers: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The pointers of a launch that are given, as the backend has them."""
+    kernel = given.get("kernel")
+    known = kernel.parameters if isinstance(kernel, KernelHandle) else ()
+    written = {parameter.name for parameter in known if not parameter.const}
+    return {
+        name: backend_array(given["gpu"], name, value, given["stream"], writable=name in written)
+        for name, value in pointers.items()
+    }
+
+
+def check_kernel(kernel: object, entry: str) -> None:
+    """The handle is that of the package's kernel of this name."""
     if not isinstance(kernel, KernelHandle):
         raise ArgumentTypeError(f"kernel: got {kernel!r}, allowed is a handle that gpu.kernel made")
     if kernel.entry != entry or kernel.known is None:
@@ -104,6 +190,8 @@ def _is_array(value: Any) -> bool:
 
 def check_size(name: str, value: Any, needed: int) -> None:
     """An array holds at least that many elements."""
+    if type(value) is int:
+        return
     if _is_array(value) and value.size < needed:
         raise ArgumentValueError(f"{name}: got {value.size} elements, needed are {needed}")
 
@@ -119,10 +207,16 @@ def check_shape(name: str, array: Any, tail: tuple[int, ...]) -> None:
 
 
 def check_row_stride(name: str, stride: int, row: int, count: int, array: Any, array_name: str) -> None:
-    """Rows do not overlap, and an array's own stride agrees with the one given."""
+    """Rows do not overlap, and an array's own stride agrees with the one given.
+
+    A row may be one entry of the array's first axis or, in an array of two axes, several that lie together:
+    q as ``[num_seqs * num_q_heads, head_dim]``.
+    """
     strides = getattr(array, "strides", None) if _is_array(array) else None
     if count > 1 and strides and len(strides) > 1 and array.shape[0] > 1:
         own = strides[0] / array.dtype.itemsize
+        if len(strides) == 2 and own == array.shape[1] and row % own == 0:
+            own = row  # contiguous, so where one row ends the next begins
         if own != stride:
             raise ArgumentValueError(
                 f"{name}: got {stride}, but {array_name} has {own:g} elements between rows"
@@ -170,32 +264,3 @@ def check_num_blocks(num_blocks: int | None) -> int:
     if not 0 <= blocks <= UNLIMITED_BLOCKS:
         raise ArgumentValueError(f"num_blocks: got {num_blocks}, allowed is 0 to {UNLIMITED_BLOCKS}")
     return blocks
-
-
-def check_decode(
-    q: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    max_blocks_per_seq: int,
-    num_seqs: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    inv_sqrt_d: float,
-    q_stride: int,
-) -> None:
-    """What every decode launcher asks of its common arguments."""
-    check_heads(num_q_heads, num_kv_heads)
-    check_positive(head_dim=head_dim, block_size=block_size)
-    check_head_dim(head_dim)
-    check_scale("inv_sqrt_d", inv_sqrt_d)
-    check_shape("q", q, (num_q_heads, head_dim))
-    check_row_stride("q_stride", q_stride, num_q_heads * head_dim, num_seqs, q, "q")
-    table: Any = getattr(block_tables, "shape", ()) if _is_array(block_tables) else ()
-    if len(table) == 2 and table[0] > 1 and table[1] != max_blocks_per_seq:
-        raise ArgumentValueError(
-            f"max_blocks_per_seq: got {max_blocks_per_seq}, but block_tables has {table[1]} columns"
-        )
-    check_size("block_tables", block_tables, num_seqs * max_blocks_per_seq)
-    check_size("seq_lens", seq_lens, num_seqs)

@@ -1,8 +1,9 @@
 """Launchers of single-pass paged decode attention.
 
 Arguments common to all: q BF16 ``[num_seqs, num_q_heads, head_dim]`` with q_stride elements between
-sequences; block_tables int32 ``[num_seqs, max_blocks_per_seq]``; seq_lens int32 ``[num_seqs]``;
-inv_sqrt_d the softmax scale; sliding_window the number of newest tokens attended (0: all).
+sequences, or contiguous as ``[num_seqs * num_q_heads, head_dim]``; block_tables int32
+``[num_seqs, max_blocks_per_seq]``; seq_lens int32 ``[num_seqs]``; inv_sqrt_d the softmax scale;
+sliding_window the number of newest tokens attended (0: all).
 With num_blocks given (or the pools given as arrays), a block id outside the pool makes its row NaN; a
 negative id always does, and so does a length that needs more than max_blocks_per_seq blocks.
 An empty sequence gives a row of zeros.
@@ -15,19 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
-from cupaged.ops._checks import (
-    check_decode,
-    check_scale,
-    check_size,
-    launcher,
-)
-from cupaged.ops._pools import bf16_blocks, check_readable, fp8_blocks, nvfp4_blocks
+from cupaged.ops._batch import decode_batch
+from cupaged.ops._checks import check_kernel, check_scale, check_size, takes_arrays
+from cupaged.ops._pools import bf16_pools, fp8_pools, nvfp4_pools
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
 
 
-@launcher
+@takes_arrays
 def paged_decode_attn_bf16(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -56,24 +53,16 @@ def paged_decode_attn_bf16(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    check_decode(
-        q,
-        block_tables,
-        seq_lens,
-        max_blocks_per_seq,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        inv_sqrt_d,
-        q_stride,
+    check_kernel(kernel, "paged_decode_attn_bf16")
+    batch = decode_batch(
+        max_blocks_per_seq, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size, q_stride
     )
-    check_size("output", output, num_seqs * num_q_heads * head_dim)
-    blocks = bf16_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim)
+    batch.check(q, block_tables, seq_lens, inv_sqrt_d)
+    check_size("output", output, batch.outputs)
+    pools = bf16_pools(block_size, num_kv_heads, head_dim)
+    blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
     if num_seqs == 0:
         return
-    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -96,7 +85,7 @@ def paged_decode_attn_bf16(
     )
 
 
-@launcher
+@takes_arrays
 def paged_decode_attn_fp8(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -130,25 +119,17 @@ def paged_decode_attn_fp8(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    check_decode(
-        q,
-        block_tables,
-        seq_lens,
-        max_blocks_per_seq,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        inv_sqrt_d,
-        q_stride,
+    check_kernel(kernel, "paged_decode_attn_fp8")
+    batch = decode_batch(
+        max_blocks_per_seq, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size, q_stride
     )
-    check_size("output", output, num_seqs * num_q_heads * head_dim)
+    batch.check(q, block_tables, seq_lens, inv_sqrt_d)
+    check_size("output", output, batch.outputs)
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
-    blocks = fp8_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim, cache_stride)
+    pools = fp8_pools(block_size, num_kv_heads, head_dim, cache_stride)
+    blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
     if num_seqs == 0:
         return
-    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -174,7 +155,7 @@ def paged_decode_attn_fp8(
     )
 
 
-@launcher
+@takes_arrays
 def paged_decode_attn_nvfp4(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -205,33 +186,16 @@ def paged_decode_attn_nvfp4(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    check_decode(
-        q,
-        block_tables,
-        seq_lens,
-        max_blocks_per_seq,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        inv_sqrt_d,
-        q_stride,
+    check_kernel(kernel, "paged_decode_attn_nvfp4")
+    batch = decode_batch(
+        max_blocks_per_seq, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size, q_stride
     )
-    check_size("output", output, num_seqs * num_q_heads * head_dim)
-    blocks = nvfp4_blocks(
-        num_blocks,
-        k_cache,
-        v_cache,
-        block_size,
-        num_kv_heads,
-        head_dim,
-        block_stride_bytes,
-        data_section_bytes,
-    )
+    batch.check(q, block_tables, seq_lens, inv_sqrt_d)
+    check_size("output", output, batch.outputs)
+    pools = nvfp4_pools(block_size, num_kv_heads, head_dim, block_stride_bytes, data_section_bytes)
+    blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
     if num_seqs == 0:
         return
-    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)

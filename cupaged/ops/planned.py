@@ -1,286 +1,182 @@
-"""Launchers of the streaming decode kernels, which plan on the device and merge what blocks share.
+"""Launches of the kernels that stand under `cupaged.decode.Decoder`, which checks what they are given.
 
-They stand under `cupaged.decode.Decoder`, which owns the workspace that they need: part_o F32 and part_state
-F32 pairs, two parts for each block of the grid, and a uint32 counter for each sequence, zeroed before the
-first launch. Everything else is as in `cupaged.ops.decode`; lse is F32 ``[num_seqs, num_q_heads]`` in natural
-units, or 0. Sources: ``kernels/paged_decode_attn_planned_*.cu``.
+Sources: ``kernels/paged_decode_attn_planned.cu``. Each handle pins every compile-time constant. Strides of
+caches and scale sections are in bytes; q_stride is in elements, between query tokens; score_scale is the
+softmax scale times k_scale; a pointer of 0 leaves that argument out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cupaged.errors import ArgumentValueError
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
-from cupaged.ops._checks import (
-    check_decode,
-    check_scale,
-    check_shape,
-    check_size,
-    launcher,
-)
-from cupaged.ops._pools import bf16_blocks, check_readable, fp8_blocks, nvfp4_blocks
-from cupaged.registry.ring import MAX_PLANNED_SEQS
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
 
 
-def _check_batch(
-    output: Any, lse: Any, counters: Any, num_seqs: int, num_q_heads: int, head_dim: int
-) -> None:
-    if num_seqs > MAX_PLANNED_SEQS:
-        raise ArgumentValueError(f"num_seqs: got {num_seqs}, allowed is 0 to {MAX_PLANNED_SEQS}")
-    check_size("output", output, num_seqs * num_q_heads * head_dim)
-    check_shape("lse", lse, (num_q_heads,))
-    check_size("lse", lse, num_seqs * num_q_heads)
-    check_size("counters", counters, num_seqs)
+class Inputs(NamedTuple):
+    """What every decode kernel of a `Decoder` reads.
+
+    Attributes:
+        q: ``[num_seqs, query_tokens, num_q_heads, head_dim]``.
+        k_cache, v_cache: pools.
+        block_tables: int32, rows table_stride entries apart.
+        seq_lens: int32 ``[num_seqs]``.
+        k_scales, v_scales: F32 ``[num_kv_heads]`` on top of score_scale and v_scale.
+        others: scalars.
+    """
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    block_tables: Any
+    seq_lens: Any
+    k_scales: Any
+    v_scales: Any
+    q_stride: int
+    k_block_stride: int
+    v_block_stride: int
+    k_scale_section: int
+    v_scale_section: int
+    table_stride: int
+    max_blocks_per_seq: int
+    num_seqs: int
+    num_blocks: int
+    sliding_window: int
+    score_scale: float
+    v_scale: float
+    soft_cap: float
 
 
-@launcher
-def paged_decode_attn_planned_bf16(
+def paged_decode_attn_planned(
     gpu: GpuBackend,
     kernel: KernelHandle,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
+    inputs: Inputs,
     output: Any,
     lse: Any,
     part_o: Any,
     part_state: Any,
     counters: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    max_blocks_per_seq: int,
-    num_seqs: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    inv_sqrt_d: float,
-    q_stride: int,
-    sliding_window: int,
+    plan: Any,
+    sinks: Any,
     stream: Any,
-    *,
-    num_blocks: int | None = None,
 ) -> None:
-    """Decode over a BF16 cache into output BF16 ``[num_seqs, num_q_heads, head_dim]`` and lse.
-
-    Raises:
-        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
-    """
-    check_decode(
-        q,
-        block_tables,
-        seq_lens,
-        max_blocks_per_seq,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        inv_sqrt_d,
-        q_stride,
-    )
-    _check_batch(output, lse, counters, num_seqs, num_q_heads, head_dim)
-    blocks = bf16_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim)
-    if num_seqs == 0:
-        return
-    check_readable(blocks)
+    """Decode into output and lse; part_o, part_state and counters are the workspace."""
     (
         KernelLaunch(gpu, kernel)
-        .arg_ptr(q)
-        .arg_ptr(k_cache)
-        .arg_ptr(v_cache)
+        .arg_ptr(inputs.seq_lens)
+        .arg_ptr(inputs.block_tables)
+        .arg_ptr(inputs.k_cache)
+        .arg_ptr(inputs.v_cache)
+        .arg_u64(inputs.k_block_stride)
+        .arg_u64(inputs.v_block_stride)
+        .arg_u64(inputs.k_scale_section)
+        .arg_u64(inputs.v_scale_section)
+        .arg_ptr(inputs.q)
+        .arg_u64(inputs.q_stride)
+        .arg_u32(inputs.table_stride)
+        .arg_u32(inputs.max_blocks_per_seq)
+        .arg_u32(inputs.num_seqs)
+        .arg_u32(inputs.num_blocks)
+        .arg_u32(inputs.sliding_window)
+        .arg_f32(inputs.score_scale)
+        .arg_f32(inputs.v_scale)
+        .arg_f32(inputs.soft_cap)
         .arg_ptr(output)
         .arg_ptr(lse)
         .arg_ptr(part_o)
         .arg_ptr(part_state)
         .arg_ptr(counters)
-        .arg_ptr(block_tables)
-        .arg_ptr(seq_lens)
-        .arg_u32(max_blocks_per_seq)
-        .arg_u32(num_seqs)
-        .arg_u32(num_q_heads)
-        .arg_u32(num_kv_heads)
-        .arg_u32(head_dim)
-        .arg_u32(block_size)
-        .arg_f32(inv_sqrt_d)
-        .arg_u64(q_stride)
-        .arg_u32(sliding_window)
-        .arg_u32(blocks)
+        .arg_ptr(plan)
+        .arg_ptr(inputs.k_scales)
+        .arg_ptr(inputs.v_scales)
+        .arg_ptr(sinks)
         .launch(stream)
     )
 
 
-@launcher
-def paged_decode_attn_planned_fp8(
+def paged_decode_attn_chunked(
     gpu: GpuBackend,
     kernel: KernelHandle,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    output: Any,
-    lse: Any,
-    part_o: Any,
-    part_state: Any,
-    counters: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    max_blocks_per_seq: int,
-    num_seqs: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    inv_sqrt_d: float,
-    k_scale: float,
-    v_scale: float,
-    q_stride: int,
-    cache_stride: int,
-    sliding_window: int,
+    inputs: Inputs,
+    states: Any,
+    sinks: Any,
+    max_chunks: int,
+    chunk_tiles: int,
     stream: Any,
-    *,
-    num_blocks: int | None = None,
 ) -> None:
-    """Decode over an FP8 cache into output BF16 ``[num_seqs, num_q_heads, head_dim]`` and lse.
-
-    Raises:
-        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
-    """
-    check_decode(
-        q,
-        block_tables,
-        seq_lens,
-        max_blocks_per_seq,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        inv_sqrt_d,
-        q_stride,
-    )
-    _check_batch(output, lse, counters, num_seqs, num_q_heads, head_dim)
-    k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
-    blocks = fp8_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim, cache_stride)
-    if num_seqs == 0:
-        return
-    check_readable(blocks)
+    """Decode chunks of 16 * chunk_tiles tokens into states F32 ``[num_seqs, rows, max_chunks, dim + 2]``."""
     (
         KernelLaunch(gpu, kernel)
-        .arg_ptr(q)
-        .arg_ptr(k_cache)
-        .arg_ptr(v_cache)
-        .arg_ptr(output)
-        .arg_ptr(lse)
-        .arg_ptr(part_o)
-        .arg_ptr(part_state)
-        .arg_ptr(counters)
-        .arg_ptr(block_tables)
-        .arg_ptr(seq_lens)
-        .arg_u32(max_blocks_per_seq)
-        .arg_u32(num_seqs)
-        .arg_u32(num_q_heads)
-        .arg_u32(num_kv_heads)
-        .arg_u32(head_dim)
-        .arg_u32(block_size)
-        .arg_f32(inv_sqrt_d)
-        .arg_f32(k_scale)
-        .arg_f32(v_scale)
-        .arg_u64(q_stride)
-        .arg_u64(cache_stride)
-        .arg_u32(sliding_window)
-        .arg_u32(blocks)
+        .arg_ptr(inputs.q)
+        .arg_ptr(inputs.k_cache)
+        .arg_ptr(inputs.v_cache)
+        .arg_ptr(states)
+        .arg_ptr(inputs.block_tables)
+        .arg_ptr(inputs.seq_lens)
+        .arg_ptr(inputs.k_scales)
+        .arg_ptr(inputs.v_scales)
+        .arg_ptr(sinks)
+        .arg_u64(inputs.q_stride)
+        .arg_u64(inputs.k_block_stride)
+        .arg_u64(inputs.v_block_stride)
+        .arg_u64(inputs.k_scale_section)
+        .arg_u64(inputs.v_scale_section)
+        .arg_u32(inputs.table_stride)
+        .arg_u32(inputs.max_blocks_per_seq)
+        .arg_u32(inputs.num_seqs)
+        .arg_u32(inputs.num_blocks)
+        .arg_u32(inputs.sliding_window)
+        .arg_u32(max_chunks)
+        .arg_u32(chunk_tiles)
+        .arg_f32(inputs.score_scale)
+        .arg_f32(inputs.v_scale)
+        .arg_f32(inputs.soft_cap)
         .launch(stream)
     )
 
 
-@launcher
-def paged_decode_attn_planned_nvfp4(
+def paged_decode_attn_merge_chunks(
     gpu: GpuBackend,
     kernel: KernelHandle,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
+    inputs: Inputs,
+    states: Any,
     output: Any,
     lse: Any,
-    part_o: Any,
-    part_state: Any,
-    counters: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    max_blocks_per_seq: int,
-    num_seqs: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    inv_sqrt_d: float,
-    q_stride: int,
-    block_stride_bytes: int,
-    data_section_bytes: int,
-    sliding_window: int,
+    sinks: Any,
+    max_chunks: int,
+    chunk_tiles: int,
     stream: Any,
-    *,
-    num_blocks: int | None = None,
 ) -> None:
-    """Decode over an NVFP4 cache into output BF16 ``[num_seqs, num_q_heads, head_dim]`` and lse.
-
-    Raises:
-        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
-    """
-    check_decode(
-        q,
-        block_tables,
-        seq_lens,
-        max_blocks_per_seq,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        inv_sqrt_d,
-        q_stride,
-    )
-    _check_batch(output, lse, counters, num_seqs, num_q_heads, head_dim)
-    blocks = nvfp4_blocks(
-        num_blocks,
-        k_cache,
-        v_cache,
-        block_size,
-        num_kv_heads,
-        head_dim,
-        block_stride_bytes,
-        data_section_bytes,
-    )
-    if num_seqs == 0:
-        return
-    check_readable(blocks)
+    """Merge the states of `paged_decode_attn_chunked` into output and lse."""
     (
         KernelLaunch(gpu, kernel)
-        .arg_ptr(q)
-        .arg_ptr(k_cache)
-        .arg_ptr(v_cache)
+        .arg_ptr(states)
         .arg_ptr(output)
         .arg_ptr(lse)
-        .arg_ptr(part_o)
-        .arg_ptr(part_state)
-        .arg_ptr(counters)
-        .arg_ptr(block_tables)
-        .arg_ptr(seq_lens)
-        .arg_u32(max_blocks_per_seq)
-        .arg_u32(num_seqs)
-        .arg_u32(num_q_heads)
-        .arg_u32(num_kv_heads)
-        .arg_u32(head_dim)
-        .arg_u32(block_size)
-        .arg_f32(inv_sqrt_d)
-        .arg_u64(q_stride)
-        .arg_u64(block_stride_bytes)
-        .arg_u64(data_section_bytes)
-        .arg_u32(sliding_window)
-        .arg_u32(blocks)
+        .arg_ptr(inputs.seq_lens)
+        .arg_ptr(sinks)
+        .arg_u32(inputs.max_blocks_per_seq)
+        .arg_u32(inputs.num_seqs)
+        .arg_u32(inputs.sliding_window)
+        .arg_u32(max_chunks)
+        .arg_u32(chunk_tiles)
+        .launch(stream)
+    )
+
+
+def paged_decode_attn_plan(
+    gpu: GpuBackend, kernel: KernelHandle, inputs: Inputs, plan: Any, stream: Any
+) -> None:
+    """Write the plan of a large batch: uint32 ``[2 * num_seqs + 1]``."""
+    (
+        KernelLaunch(gpu, kernel)
+        .arg_ptr(plan)
+        .arg_ptr(inputs.seq_lens)
+        .arg_u32(inputs.max_blocks_per_seq)
+        .arg_u32(inputs.num_seqs)
+        .arg_u32(inputs.sliding_window)
         .launch(stream)
     )

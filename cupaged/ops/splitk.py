@@ -1,8 +1,9 @@
 """Launchers of split-K paged decode attention and of its second step.
 
 Arguments common to all: q BF16 ``[num_seqs, num_q_heads, head_dim]`` with q_stride elements between
-sequences; block_tables int32 ``[num_seqs, max_blocks_per_seq]``; seq_lens int32 ``[num_seqs]``;
-inv_sqrt_d the softmax scale; sliding_window the number of newest tokens attended (0: all).
+sequences, or contiguous as ``[num_seqs * num_q_heads, head_dim]``; block_tables int32
+``[num_seqs, max_blocks_per_seq]``; seq_lens int32 ``[num_seqs]``; inv_sqrt_d the softmax scale;
+sliding_window the number of newest tokens attended (0: all).
 With num_blocks given (or the pools given as arrays), a block id outside the pool makes its row NaN; a
 negative id always does, and so does a length that needs more than max_blocks_per_seq blocks.
 A workspace row is o, m, l in natural units, (0, -inf, 0) for a split without tokens.
@@ -14,21 +15,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cupaged.handle import KernelHandle
-from cupaged.launch import KernelLaunch
-from cupaged.ops._checks import (
-    check_decode,
-    check_scale,
-    check_size,
-    check_splits,
-    launcher,
-)
-from cupaged.ops._pools import bf16_blocks, check_readable, fp8_blocks, nvfp4_blocks
+from cupaged.launch import KernelLaunch, as_integer
+from cupaged.ops._batch import DecodeBatch, decode_batch
+from cupaged.ops._checks import check_kernel, check_scale, check_size, check_splits, takes_arrays
+from cupaged.ops._pools import bf16_pools, fp8_pools, nvfp4_pools
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
 
 
-@launcher
+def _check_workspace(workspace: Any, num_splits: int, batch: DecodeBatch) -> None:
+    splits = as_integer("num_splits", num_splits)
+    check_splits(splits)
+    check_size("workspace", workspace, splits * (batch.outputs + 2 * batch.num_seqs * batch.num_q_heads))
+
+
+@takes_arrays
 def paged_decode_attn_splitk_bf16(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -58,25 +60,16 @@ def paged_decode_attn_splitk_bf16(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    check_decode(
-        q,
-        block_tables,
-        seq_lens,
-        max_blocks_per_seq,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        inv_sqrt_d,
-        q_stride,
+    check_kernel(kernel, "paged_decode_attn_splitk_bf16")
+    batch = decode_batch(
+        max_blocks_per_seq, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size, q_stride
     )
-    check_splits(num_splits)
-    check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
-    blocks = bf16_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim)
+    batch.check(q, block_tables, seq_lens, inv_sqrt_d)
+    _check_workspace(workspace, num_splits, batch)
+    pools = bf16_pools(block_size, num_kv_heads, head_dim)
+    blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
     if num_seqs == 0:
         return
-    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -100,7 +93,7 @@ def paged_decode_attn_splitk_bf16(
     )
 
 
-@launcher
+@takes_arrays
 def paged_decode_attn_splitk_fp8(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -135,26 +128,17 @@ def paged_decode_attn_splitk_fp8(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    check_decode(
-        q,
-        block_tables,
-        seq_lens,
-        max_blocks_per_seq,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        inv_sqrt_d,
-        q_stride,
+    check_kernel(kernel, "paged_decode_attn_splitk_fp8")
+    batch = decode_batch(
+        max_blocks_per_seq, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size, q_stride
     )
-    check_splits(num_splits)
-    check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
+    batch.check(q, block_tables, seq_lens, inv_sqrt_d)
+    _check_workspace(workspace, num_splits, batch)
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
-    blocks = fp8_blocks(num_blocks, k_cache, v_cache, block_size, num_kv_heads, head_dim, cache_stride)
+    pools = fp8_pools(block_size, num_kv_heads, head_dim, cache_stride)
+    blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
     if num_seqs == 0:
         return
-    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -181,7 +165,7 @@ def paged_decode_attn_splitk_fp8(
     )
 
 
-@launcher
+@takes_arrays
 def paged_decode_attn_splitk_nvfp4(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -213,34 +197,16 @@ def paged_decode_attn_splitk_nvfp4(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    check_decode(
-        q,
-        block_tables,
-        seq_lens,
-        max_blocks_per_seq,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        inv_sqrt_d,
-        q_stride,
+    check_kernel(kernel, "paged_decode_attn_splitk_nvfp4")
+    batch = decode_batch(
+        max_blocks_per_seq, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size, q_stride
     )
-    check_splits(num_splits)
-    check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
-    blocks = nvfp4_blocks(
-        num_blocks,
-        k_cache,
-        v_cache,
-        block_size,
-        num_kv_heads,
-        head_dim,
-        block_stride_bytes,
-        data_section_bytes,
-    )
+    batch.check(q, block_tables, seq_lens, inv_sqrt_d)
+    _check_workspace(workspace, num_splits, batch)
+    pools = nvfp4_pools(block_size, num_kv_heads, head_dim, block_stride_bytes, data_section_bytes)
+    blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
     if num_seqs == 0:
         return
-    check_readable(blocks)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -278,6 +244,10 @@ def _reduce(
     num_seqs: int,
     stream: Any,
 ) -> None:
+    num_q_heads = as_integer("num_q_heads", num_q_heads)
+    head_dim = as_integer("head_dim", head_dim)
+    num_splits = as_integer("num_splits", num_splits)
+    num_seqs = as_integer("num_seqs", num_seqs)
     check_splits(num_splits)
     check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
     check_size("output", output, num_seqs * num_q_heads * head_dim)
@@ -297,7 +267,7 @@ def _reduce(
     )
 
 
-@launcher
+@takes_arrays
 def paged_decode_attn_reduce_fp8(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -316,10 +286,11 @@ def paged_decode_attn_reduce_fp8(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
+    check_kernel(kernel, "paged_decode_attn_reduce_fp8")
     _reduce(gpu, kernel, workspace, output, seq_lens, num_q_heads, head_dim, num_splits, num_seqs, stream)
 
 
-@launcher
+@takes_arrays
 def paged_decode_attn_reduce_nvfp4(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -337,4 +308,5 @@ def paged_decode_attn_reduce_nvfp4(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
+    check_kernel(kernel, "paged_decode_attn_reduce_nvfp4")
     _reduce(gpu, kernel, workspace, output, seq_lens, num_q_heads, head_dim, num_splits, num_seqs, stream)

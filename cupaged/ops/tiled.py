@@ -1,7 +1,10 @@
-"""Launchers of streaming decode: fold one tile of blocks into running states, then finalise.
+"""Launchers of streaming decode: fold one tile of blocks into running states.
 
-States: m and l F32 ``[num_seqs, num_q_heads]``, o F32 ``[num_seqs, num_q_heads, head_dim]``; they begin as
-(-inf, 0, 0). Source: ``kernels/paged_decode_attn_tiled.cu``.
+States: m and l F32 ``[num_seqs, num_splits, num_q_heads]``, o F32 ``[num_seqs, num_splits, num_q_heads,
+head_dim]``; they begin as (-inf, 0, 0). With num_splits 1, the default, the axis may be left out. With more,
+each of a sequence's states takes its own part of every tile, so that one long sequence keeps the whole GPU
+busy; `cupaged.ops.states` makes one state of them, and the output. Sources:
+``kernels/paged_decode_attn_tiled*.cu``.
 """
 
 from __future__ import annotations
@@ -17,12 +20,63 @@ from cupaged.ops._checks import (
     check_positive,
     check_scale,
     check_size,
+    check_splits,
+    check_stride,
     launcher,
 )
 from cupaged.ops._pools import check_readable
+from cupaged.ops.states import check_element_strides
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
+
+
+def _check_step(
+    q: Any,
+    tile_blocks: Any,
+    tile_block_counts: Any,
+    states: tuple[Any, Any, Any],
+    num_seqs: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    tile_capacity: int,
+    last_block_valid_slots: int,
+    last_block_valid_slots_per_seq: Any,
+    num_splits: int,
+) -> None:
+    """What the step of every format asks of its arguments."""
+    check_heads(num_q_heads, num_kv_heads)
+    check_positive(head_dim=head_dim, block_size=block_size)
+    check_splits(num_splits)
+    if not 0 <= last_block_valid_slots <= block_size:
+        raise ArgumentValueError(
+            f"last_block_valid_slots: got {last_block_valid_slots}, allowed is 0 to block_size, {block_size}"
+        )
+    rows = num_seqs * num_q_heads
+    for name, array, needed in (
+        ("q", q, rows * head_dim),
+        ("tile_blocks", tile_blocks, num_seqs * tile_capacity),
+        ("tile_block_counts", tile_block_counts, num_seqs),
+        ("m_state", states[0], rows * num_splits),
+        ("l_state", states[1], rows * num_splits),
+        ("o_state", states[2], rows * num_splits * head_dim),
+        ("last_block_valid_slots_per_seq", last_block_valid_slots_per_seq, num_seqs),
+    ):
+        check_size(name, array, needed)
+
+
+def _step_blocks(num_blocks: int | None, num_seqs: int) -> int:
+    """Blocks of the pools as the kernels take them; those that sequences read have one at least."""
+    blocks = check_num_blocks(num_blocks)
+    if num_seqs:
+        check_readable(blocks)
+    return blocks
+
+
+def _step_scale(inv_sqrt_d: float | None, head_dim: int) -> float:
+    return check_scale("inv_sqrt_d", head_dim**-0.5 if inv_sqrt_d is None else inv_sqrt_d)
 
 
 @launcher
@@ -53,6 +107,7 @@ def paged_decode_attn_tiled(
     inv_sqrt_d: float | None = None,
     last_block_valid_slots_per_seq: Any = None,
     num_blocks: int | None = None,
+    num_splits: int = 1,
 ) -> None:
     """Fold one tile of BF16 blocks into (m, l, o).
 
@@ -68,37 +123,22 @@ def paged_decode_attn_tiled(
         inv_sqrt_d: softmax scale, 1 / sqrt(head_dim) by default.
         last_block_valid_slots_per_seq: int32 ``[num_seqs]``, used instead of the scalar where given.
         num_blocks: size of the pools in blocks; an id outside makes its row's l and o NaN.
+        num_splits: states of each sequence. A step fills the GPU once with multiprocessors times
+            `cupaged.registry.tiled.resident_blocks`, divided by num_seqs * num_kv_heads.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    check_heads(num_q_heads, num_kv_heads)
-    check_positive(head_dim=head_dim, block_size=block_size)
-    scale = head_dim**-0.5 if inv_sqrt_d is None else inv_sqrt_d
-    check_scale("inv_sqrt_d", scale)
-    if not 0 <= last_block_valid_slots <= block_size:
-        raise ArgumentValueError(
-            f"last_block_valid_slots: got {last_block_valid_slots}, allowed is 0 to block_size, {block_size}"
-        )
-    strides = {"blk_stride": blk_stride, "tok_stride": tok_stride, "kvh_stride": kvh_stride}
-    for name, stride in strides.items():
-        if stride < 0:
-            raise ArgumentValueError(f"{name}: got {stride}, allowed is 0 or more")
-    rows = num_seqs * num_q_heads
-    for name, array, needed in (
-        ("q", q, rows * head_dim),
-        ("tile_blocks", tile_blocks, num_seqs * tile_capacity),
-        ("tile_block_counts", tile_block_counts, num_seqs),
-        ("m_state", m_state, rows),
-        ("l_state", l_state, rows),
-        ("o_state", o_state, rows * head_dim),
-        ("last_block_valid_slots_per_seq", last_block_valid_slots_per_seq, num_seqs),
-    ):
-        check_size(name, array, needed)
-    blocks = check_num_blocks(num_blocks)
+    _check_step(
+        q, tile_blocks, tile_block_counts, (m_state, l_state, o_state), num_seqs, num_q_heads, num_kv_heads,
+        head_dim, block_size, tile_capacity, last_block_valid_slots, last_block_valid_slots_per_seq,
+        num_splits,
+    )  # fmt: skip
+    scale = _step_scale(inv_sqrt_d, head_dim)
+    check_element_strides(blk_stride=blk_stride, tok_stride=tok_stride, kvh_stride=kvh_stride)
+    blocks = _step_blocks(num_blocks, num_seqs)
     if num_seqs == 0:
         return
-    check_readable(check_num_blocks(num_blocks))
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(q)
@@ -123,40 +163,191 @@ def paged_decode_attn_tiled(
         .arg_f32(scale)
         .arg_ptr(0 if last_block_valid_slots_per_seq is None else last_block_valid_slots_per_seq)
         .arg_u32(blocks)
+        .arg_u32(num_splits)
         .launch(stream)
     )
 
 
 @launcher
-def attention_finalize(
+def paged_decode_attn_tiled_fp8(
     gpu: GpuBackend,
     kernel: KernelHandle,
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    tile_blocks: Any,
+    tile_block_counts: Any,
+    m_state: Any,
     l_state: Any,
     o_state: Any,
-    output: Any,
     num_seqs: int,
     num_q_heads: int,
+    num_kv_heads: int,
     head_dim: int,
+    block_size: int,
+    tile_capacity: int,
+    gqa_ratio: int,
+    blk_stride: int,
+    tok_stride: int,
+    kvh_stride: int,
+    k_scale: float,
+    v_scale: float,
+    last_block_valid_slots: int,
     stream: Any,
+    *,
+    inv_sqrt_d: float | None = None,
+    last_block_valid_slots_per_seq: Any = None,
+    num_blocks: int | None = None,
+    num_splits: int = 1,
 ) -> None:
-    """Write o / l as BF16 into output ``[num_seqs, num_q_heads, head_dim]``; zeros where l is 0.
+    """Fold one tile of FP8 blocks into (m, l, o).
+
+    Args:
+        q: BF16 ``[num_seqs, num_q_heads, head_dim]``, contiguous.
+        k_pool, v_pool: as for BF16, E4M3 codes.
+        tile_blocks: int32 ``[num_seqs, tile_capacity]``, block ids of the tile.
+        tile_block_counts: int32 ``[num_seqs]``, how many of them count (0: the states stay as they are).
+        m_state, l_state, o_state: the states, updated in place.
+        blk_stride, tok_stride, kvh_stride: in elements, multiples of 16.
+        k_scale, v_scale: dequantisation scales; o is in real units.
+        last_block_valid_slots: tokens that count in a tile's last block; all others are full.
+        inv_sqrt_d: softmax scale, 1 / sqrt(head_dim) by default.
+        last_block_valid_slots_per_seq: int32 ``[num_seqs]``, used instead of the scalar where given.
+        num_blocks: size of the pools in blocks; an id outside makes its row's l and o NaN.
+        num_splits: states of each sequence. A step fills the GPU once with multiprocessors times
+            `cupaged.registry.tiled.resident_blocks`, divided by num_seqs * num_kv_heads.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    rows = num_seqs * num_q_heads
-    check_size("l_state", l_state, rows)
-    check_size("o_state", o_state, rows * head_dim)
-    check_size("output", output, rows * head_dim)
+    _check_step(
+        q, tile_blocks, tile_block_counts, (m_state, l_state, o_state), num_seqs, num_q_heads, num_kv_heads,
+        head_dim, block_size, tile_capacity, last_block_valid_slots, last_block_valid_slots_per_seq,
+        num_splits,
+    )  # fmt: skip
+    scale = _step_scale(inv_sqrt_d, head_dim)
+    check_element_strides(blk_stride=blk_stride, tok_stride=tok_stride, kvh_stride=kvh_stride)
+    check_scale("k_scale", k_scale)
+    check_scale("v_scale", v_scale)
+    blocks = _step_blocks(num_blocks, num_seqs)
     if num_seqs == 0:
         return
     (
         KernelLaunch(gpu, kernel)
+        .arg_ptr(q)
+        .arg_ptr(k_pool)
+        .arg_ptr(v_pool)
+        .arg_ptr(tile_blocks)
+        .arg_ptr(tile_block_counts)
+        .arg_ptr(m_state)
         .arg_ptr(l_state)
         .arg_ptr(o_state)
-        .arg_ptr(output)
         .arg_u32(num_seqs)
         .arg_u32(num_q_heads)
+        .arg_u32(num_kv_heads)
         .arg_u32(head_dim)
+        .arg_u32(block_size)
+        .arg_u32(tile_capacity)
+        .arg_u32(gqa_ratio)
+        .arg_i64(blk_stride)
+        .arg_i64(tok_stride)
+        .arg_i64(kvh_stride)
+        .arg_f32(k_scale)
+        .arg_f32(v_scale)
+        .arg_i32(last_block_valid_slots)
+        .arg_f32(scale)
+        .arg_ptr(0 if last_block_valid_slots_per_seq is None else last_block_valid_slots_per_seq)
+        .arg_u32(blocks)
+        .arg_u32(num_splits)
+        .launch(stream)
+    )
+
+
+@launcher
+def paged_decode_attn_tiled_nvfp4(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    tile_blocks: Any,
+    tile_block_counts: Any,
+    m_state: Any,
+    l_state: Any,
+    o_state: Any,
+    num_seqs: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    tile_capacity: int,
+    gqa_ratio: int,
+    block_stride_bytes: int,
+    data_section_bytes: int,
+    last_block_valid_slots: int,
+    stream: Any,
+    *,
+    inv_sqrt_d: float | None = None,
+    last_block_valid_slots_per_seq: Any = None,
+    num_blocks: int | None = None,
+    num_splits: int = 1,
+) -> None:
+    """Fold one tile of NVFP4 blocks into (m, l, o).
+
+    Args:
+        q: BF16 ``[num_seqs, num_q_heads, head_dim]``, contiguous.
+        k_pool, v_pool: blocks of a data section ``[block_size, num_kv_heads, head_dim / 2]`` and scales
+            ``[block_size, num_kv_heads, head_dim / 16]``.
+        tile_blocks: int32 ``[num_seqs, tile_capacity]``, block ids of the tile.
+        tile_block_counts: int32 ``[num_seqs]``, how many of them count (0: the states stay as they are).
+        m_state, l_state, o_state: the states, updated in place.
+        block_stride_bytes: between blocks, a multiple of 16.
+        data_section_bytes: from a block's begin to its scales, a multiple of 16.
+        last_block_valid_slots: tokens that count in a tile's last block; all others are full.
+        inv_sqrt_d: softmax scale, 1 / sqrt(head_dim) by default.
+        last_block_valid_slots_per_seq: int32 ``[num_seqs]``, used instead of the scalar where given.
+        num_blocks: size of the pools in blocks; an id outside makes its row's l and o NaN.
+        num_splits: states of each sequence. A step fills the GPU once with multiprocessors times
+            `cupaged.registry.tiled.resident_blocks`, divided by num_seqs * num_kv_heads.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
+    """
+    _check_step(
+        q, tile_blocks, tile_block_counts, (m_state, l_state, o_state), num_seqs, num_q_heads, num_kv_heads,
+        head_dim, block_size, tile_capacity, last_block_valid_slots, last_block_valid_slots_per_seq,
+        num_splits,
+    )  # fmt: skip
+    scale = _step_scale(inv_sqrt_d, head_dim)
+    values = block_size * num_kv_heads * head_dim
+    check_stride("data_section_bytes", data_section_bytes, values // 2)
+    check_stride("block_stride_bytes", block_stride_bytes, data_section_bytes + values // 16)
+    blocks = _step_blocks(num_blocks, num_seqs)
+    if num_seqs == 0:
+        return
+    (
+        KernelLaunch(gpu, kernel)
+        .arg_ptr(q)
+        .arg_ptr(k_pool)
+        .arg_ptr(v_pool)
+        .arg_ptr(tile_blocks)
+        .arg_ptr(tile_block_counts)
+        .arg_ptr(m_state)
+        .arg_ptr(l_state)
+        .arg_ptr(o_state)
+        .arg_u32(num_seqs)
+        .arg_u32(num_q_heads)
+        .arg_u32(num_kv_heads)
+        .arg_u32(head_dim)
+        .arg_u32(block_size)
+        .arg_u32(tile_capacity)
+        .arg_u32(gqa_ratio)
+        .arg_u64(block_stride_bytes)
+        .arg_u64(data_section_bytes)
+        .arg_i32(last_block_valid_slots)
+        .arg_f32(scale)
+        .arg_ptr(0 if last_block_valid_slots_per_seq is None else last_block_valid_slots_per_seq)
+        .arg_u32(blocks)
+        .arg_u32(num_splits)
         .launch(stream)
     )

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.backends.cupy import cubin_cache, extended_launch, installation, nvrtc
+from cupaged import environment
+from cupaged.backends.cupy import extended_launch, forked, installation, nvtx, prebuilt
 from cupaged.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, LaunchError
 from cupaged.handle import HandleFactory
 from cupaged.pointers import DevicePtr
 from cupaged.registry import DeviceLimits
 from cupaged.source import KernelSource
 
+_MEMORY_OF_A_DEVICE = 2  # cudaMemoryTypeDevice
 _DEFAULT_SHARED_LIMIT = 48 * 1024  # more shared memory, static and dynamic, must be asked for
 
 
@@ -53,12 +55,14 @@ class CupyBackend(HandleFactory):
         device: device index; the current one by default.
 
     Raises:
-        BackendUnavailableError: no CuPy, no driver or no such device; the message says what to do.
+        BackendUnavailableError: no CuPy, no driver or no such device, or a process forked from one that uses
+            CUDA; the message says what to do.
     """
 
     name = "cupy"
 
     def __init__(self, device: int | None = None) -> None:
+        forked.refuse_in_child()
         self._cupy, self._driver, self._runtime = _import_cupy()
         runtime = self._runtime
         try:
@@ -70,7 +74,7 @@ class CupyBackend(HandleFactory):
             raise BackendUnavailableError(f"device: got {self.device}, there are {count} CUDA devices")
         properties = runtime.getDeviceProperties(self.device)
         capability = (int(properties["major"]), int(properties["minor"]))
-        self._target = nvrtc.choose_target(capability, nvrtc.supported_archs())
+        self._target = prebuilt.choose_target(capability)
         self._limits = DeviceLimits(
             num_sms=int(properties["multiProcessorCount"]),
             shared_per_block=int(properties["sharedMemPerBlockOptin"]),
@@ -79,6 +83,9 @@ class CupyBackend(HandleFactory):
         )
         self._modules: dict[tuple[object, ...], Any] = {}
         self._lock = threading.Lock()
+        if environment.NVTX.is_on():
+            nvtx.mark_launches(self)
+        forked.guard(self)
 
     @property
     def num_sms(self) -> int:
@@ -112,11 +119,17 @@ class CupyBackend(HandleFactory):
     def _load_module(self, source: KernelSource) -> Any:
         module = self._cupy.cuda.function.Module()
         try:
-            module.load(cubin_cache.compiled(source, self._target))
+            module.load(prebuilt.code_of(source, self._target))
         except self._driver.CUDADriverError as error:
+            if "CAPTURE" in str(error):
+                raise LaunchError(
+                    f"{source.entry}: its first use loads code, which a stream that is being captured in "
+                    "global mode forbids. Warm up first: launch it once, or call kernel.warm(...), before "
+                    "the capture; or capture in relaxed mode"
+                ) from error
             supported = ".".join(map(str, installation.cuda_version(self._runtime.driverGetVersion())))
             raise BackendUnavailableError(
-                f"the driver (CUDA {supported}) refuses {source.path.name} as NVRTC {nvrtc.version_text()} "
+                f"the driver (CUDA {supported}) refuses {source.path.name} as {prebuilt.compiler_text()} "
                 f"compiled it for {self._target.arch}: {error}. If NVRTC is newer than the driver, update "
                 "the driver; else compile again: python -m cupaged cache --clear"
             ) from error
@@ -144,13 +157,18 @@ class CupyBackend(HandleFactory):
                 self._allow_shared(kernel, shared_mem)
             if overlapping and self._limits.bulk_copies:
                 extended_launch.launch(kernel.function, grid, block, shared_mem, params, stream, cooperative)
-            elif cooperative:
+                return
+            x, y, z = grid
+            threads_x, threads_y, threads_z = block
+            if cooperative:
                 self._driver.launchCooperativeKernel(
-                    kernel.function, *grid, *block, shared_mem, stream, params
+                    kernel.function, x, y, z, threads_x, threads_y, threads_z, shared_mem, stream, params
                 )
             else:
-                self._driver.launchKernel(kernel.function, *grid, *block, shared_mem, stream, params, 0)
-        except self._driver.CUDADriverError as error:
+                self._driver.launchKernel(
+                    kernel.function, x, y, z, threads_x, threads_y, threads_z, shared_mem, stream, params, 0
+                )
+        except (self._driver.CUDADriverError, LaunchError) as error:
             raise LaunchError(
                 f"{kernel.source.entry}: the driver refused grid {grid}, block {block}, "
                 f"{shared_mem} bytes of shared memory: {error}"
@@ -170,19 +188,47 @@ class CupyBackend(HandleFactory):
         kernel.dynamic_shared = num_bytes
 
     def pointer(self, value: Any) -> int:
-        """Address of a CuPy array, of an object with ``__cuda_array_interface__``, or of a `DevicePtr`."""
+        """Address of a CuPy array, of an object with ``__cuda_array_interface__``, or of a `DevicePtr`.
+
+        Raises:
+            ArgumentTypeError: an object of another kind.
+            ArgumentValueError: an array in the memory of another device.
+        """
         if isinstance(value, self._cupy.ndarray):
-            return int(value.data.ptr)
+            memory = value.data
+            if memory.device_id != self.device and memory.ptr:
+                raise self._elsewhere(value, memory.device_id)
+            return int(memory.ptr)
         if isinstance(value, DevicePtr):
             return value.address
         if isinstance(value, np.integer):
             return int(value)
         interface = getattr(value, "__cuda_array_interface__", None)
         if interface is not None:
-            return int(interface["data"][0])
+            address = int(interface["data"][0])
+            holder = self._device_of(address)
+            if holder not in (None, self.device):
+                raise self._elsewhere(value, holder)
+            return address
         allowed = "int, DevicePtr, CuPy array, object with __cuda_array_interface__"
         hint = " (a host array: copy it with gpu.asarray)" if isinstance(value, np.ndarray) else ""
         raise ArgumentTypeError(f"pointer: got {type(value).__name__}{hint}, allowed: {allowed}")
+
+    def _device_of(self, address: int) -> int | None:
+        """The device whose memory an address is in; None for memory that every device reaches, or null."""
+        if not address:
+            return None
+        try:
+            found = self._runtime.pointerGetAttributes(address)
+        except self._runtime.CUDARuntimeError:
+            return None  # the driver does not know it
+        return int(found.device) if found.type == _MEMORY_OF_A_DEVICE else None
+
+    def _elsewhere(self, array: Any, holder: int | None) -> ArgumentValueError:
+        return ArgumentValueError(
+            f"pointer: got a {type(array).__name__} on device {holder}, allowed are arrays on this backend's "
+            f"device, {self.device}; copy it there, or give its address where peer access is enabled"
+        )
 
     def stream_handle(self, stream: Any) -> int:
         """Handle of an int, a CuPy stream (``ptr``) or an object with ``__cuda_stream__``."""

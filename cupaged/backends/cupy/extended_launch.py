@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import threading
 from typing import Any
 
@@ -16,6 +17,7 @@ from cupaged.errors import BackendUnavailableError, LaunchError
 
 _COOPERATIVE = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_VARYING = struct.Struct("=7I4xQ")  # of _Config: grid, block, shared_mem, stream
 
 
 class _Attribute(ctypes.Structure):
@@ -42,14 +44,16 @@ class _ThreadConfig(threading.local):
     """One configuration a thread, filled anew for each launch."""
 
     def __init__(self) -> None:
-        self.attributes = (_Attribute * 2)()
-        self.attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
-        self.attributes[0].value = 1
-        self.attributes[1].id = _COOPERATIVE
+        attributes = (_Attribute * 2)()
+        attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[0].value = 1
+        attributes[1].id = _COOPERATIVE
+        self.cooperative = attributes[1]
         self.config = _Config()
-        self.config.attributes = self.attributes
+        self.config.attributes = attributes
         self.config.num_attributes = 2
         self.address = ctypes.byref(self.config)
+        self.bytes = memoryview(self.config).cast("B")
 
 
 _thread = _ThreadConfig()
@@ -81,12 +85,8 @@ def launch(
         LaunchError: the driver refused; the message has its error number.
     """
     thread = _thread
-    config = thread.config
-    config.grid[:] = grid
-    config.block[:] = block
-    config.shared_mem = shared_mem
-    config.stream = stream
-    thread.attributes[1].value = cooperative
+    _VARYING.pack_into(thread.bytes, 0, *grid, *block, shared_mem, stream)
+    thread.cooperative.value = cooperative
     status = _launch_function()(thread.address, function, params, None)
     if status:
         raise LaunchError(f"cuLaunchKernelEx: CUDA error {status}")

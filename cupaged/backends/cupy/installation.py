@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from types import ModuleType
 
+from cupaged import environment
 from cupaged.errors import BackendUnavailableError
 
 EMULATOR_HINT = "without a GPU, cupaged.EmulatorBackend runs the same kernels on the CPU"
@@ -60,7 +61,7 @@ def driver() -> Driver:
         return Driver(None, (), "no NVIDIA driver is running (libcuda.so.1 is here)")
     cuda = cuda_version(number.value)
     if status := library.cuInit(0):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = os.environ.get(environment.CUDA_VISIBLE_DEVICES.name)
         hint = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
         return Driver(cuda, (), f"the driver shows no GPU (cuInit: error {status}{hint})")
     library.cuDeviceGetCount(ctypes.byref(number))
@@ -150,7 +151,7 @@ def nvrtc_problem(error: Exception) -> BackendUnavailableError:
     names = ", ".join(f"{name} {version}" for name, version in wheels()) or "CuPy"
     folders = "".join(
         f"; {variable} is {os.environ[variable]!r}"
-        for variable in ("CUDA_PATH", "CUDA_HOME")
+        for variable in (environment.CUDA_PATH.name, environment.CUDA_HOME.name)
         if variable in os.environ
     )
     return BackendUnavailableError(
