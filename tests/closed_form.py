@@ -114,6 +114,43 @@ def fixture_x2(
     return case, np.full(case.q.shape, v / (1.0 + math.exp(-c)))
 
 
+def fixture_ends(
+    fmt: CacheFormat,
+    seq_lens: Sequence[int],
+    shape: Shape | None = None,
+    *,
+    window: int = 0,
+    options: Options | None = None,
+) -> tuple[PagedCase, F64]:
+    """Only the first and the last attended token count: the mean of their values, whatever n.
+
+    K = 24 in one lane for those two and for the token before the first attended one, whose V is larger; q = 1
+    in that lane and the factor 1, so that all others weigh e^-24. V = 1.5 for the first, 3 for the last (and
+    for a token that is both).
+    """
+    sizes = shape or Shape()
+    lane = 5
+    q = np.zeros((len(seq_lens), sizes.num_q_heads, sizes.head_dim))
+    q[..., lane] = 1.0
+    keys, values, expected = [], [], []
+    for n in seq_lens:
+        key = np.zeros((n, sizes.num_kv_heads, sizes.head_dim), np.float32)
+        value = np.zeros_like(key)
+        first = _first(n, window)
+        if n:
+            key[[first, n - 1], :, lane] = 24.0
+            value[first], value[n - 1] = 1.5, 3.0
+        if first > 0:
+            key[first - 1, :, lane], value[first - 1] = 24.0, 192.0
+        keys.append(key)
+        values.append(value)
+        expected.append(0.0 if n == 0 else 3.0 if first == n - 1 else 2.25)
+    case = build_case(
+        fmt, q, keys, values, block_size=sizes.block_size, inv_sqrt_d=1.0, window=window, options=options
+    )
+    return case, np.broadcast_to(np.array(expected)[:, None, None], case.q.shape).copy()
+
+
 def fixture_p(
     fmt: CacheFormat, poison: Poison = Poison.NAN, shape: Shape | None = None
 ) -> tuple[PagedCase, F64]:

@@ -40,9 +40,16 @@ def decode_bf16_float64(bits: npt.NDArray[Any]) -> F64:
         return np.frombuffer(wide.tobytes(), "<f4").reshape(bits.shape).astype(np.float64)
 
 
-def decode_bf16_pool(pool: npt.NDArray[Any], num_kv_heads: int, head_dim: int, block_size: int) -> F64:
-    """Contiguous BF16 pool to ``[num_blocks, block_size, num_kv_heads, head_dim]``."""
-    return decode_bf16_float64(pool).reshape(-1, block_size, num_kv_heads, head_dim)
+def decode_bf16_pool(
+    pool: npt.NDArray[Any], num_kv_heads: int, head_dim: int, block_size: int, cache_stride: int
+) -> F64:
+    """BF16 pool, ``cache_stride`` elements between blocks.
+
+    Returns ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+    """
+    used = block_size * num_kv_heads * head_dim
+    blocks = decode_bf16_float64(pool).reshape(-1, cache_stride)[:, :used]
+    return blocks.reshape(-1, block_size, num_kv_heads, head_dim)
 
 
 def decode_fp8_pool(
@@ -126,6 +133,62 @@ def partial_float64(
             total[head] = weights.sum()
             o[head] = weights @ values[:, kv_head]
     return o, m, total
+
+
+def query_tokens_float64(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    scale: float,
+    *,
+    window: int = 0,
+    causal: bool = True,
+    soft_cap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+) -> tuple[F64, F64]:
+    """Attention of several query tokens of one sequence.
+
+    Args:
+        q: ``[query_tokens, num_q_heads, head_dim]``.
+        k, v: ``[n, num_kv_heads, head_dim]``, the query tokens' own keys included.
+        scale: factor on q.k.
+        window: newest keys attended, counted from each query token; 0 = all.
+        causal: the last query token is the sequence's newest token and none sees those after it; False: all
+            see the whole sequence.
+        soft_cap: scores become cap * tanh(score / cap).
+        sinks: ``[num_q_heads]``, a further score of each head, which has no value.
+
+    Returns:
+        out like q and lse ``[query_tokens, num_q_heads]``; one that sees nothing has 0 and its sink or -inf.
+    """
+    queries, keys, values = (np.asarray(a, np.float64) for a in (q, k, v))
+    out, lse = np.zeros(queries.shape), np.empty(queries.shape[:2])
+    for token, query in enumerate(queries):
+        end = max(0, len(keys) - (len(queries) - 1 - token)) if causal else len(keys)
+        begin = max(0, end - window) if window else 0
+        heads, ratio = keys.shape[1], queries.shape[1] // keys.shape[1]
+        with np.errstate(all="ignore"):
+            scores = query.reshape(heads, ratio, -1) @ keys[begin:end].transpose(1, 2, 0) * scale
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+        o, lse[token] = _softmax_with_sinks(scores.reshape(len(query), end - begin), sinks)
+        with np.errstate(all="ignore"):
+            weighted = o.reshape(heads, ratio, end - begin) @ values[begin:end].transpose(1, 0, 2)
+        out[token] = weighted.reshape(query.shape)
+    return out, lse
+
+
+def _softmax_with_sinks(scores: F64, sinks: npt.ArrayLike | None) -> tuple[F64, F64]:
+    """Weights like scores ``[rows, n]``, and the LSE of each row; the sinks count in both sums."""
+    extra = np.full((len(scores), 1), -np.inf) if sinks is None else np.asarray(sinks, np.float64)[:, None]
+    everything = np.concatenate([scores, extra], axis=1)
+    largest = everything.max(axis=1, keepdims=True)
+    with np.errstate(all="ignore"):
+        weights = np.where(everything == -np.inf, 0.0, np.exp(everything - largest))
+        total = weights.sum(axis=1, keepdims=True)
+        shares = weights / np.where(total == 0, 1.0, total)
+        lse = np.where(total == 0, -np.inf, largest + np.log(np.where(total == 0, 1.0, total)))
+    return shares[:, :-1], lse[:, 0]
 
 
 def decode_float64(
@@ -259,9 +322,13 @@ def assert_matches(out_bf16: npt.NDArray[Any], expected: npt.ArrayLike) -> None:
     Raises:
         AssertionError: naming the worst index and both values there.
     """
+    assert_values_match(decode_bf16_float64(np.ascontiguousarray(out_bf16)), expected)
+
+
+def assert_values_match(got: F64, expected: npt.ArrayLike) -> None:
+    """`assert_matches` of an output that is float64 already."""
     want = np.asarray(expected, np.float64)
-    assert out_bf16.shape == want.shape, f"shape {out_bf16.shape}, expected {want.shape}"
-    got = decode_bf16_float64(np.ascontiguousarray(out_bf16))
+    assert got.shape == want.shape, f"shape {got.shape}, expected {want.shape}"
     finite = np.isfinite(want)
     special_differs = np.where(finite, ~np.isfinite(got), ~_same_special(got, want))
     if special_differs.any():
@@ -298,11 +365,14 @@ def _assert_ulps(got: F64, want: F64, known: F64, error: F64) -> None:
 
 
 def _assert_relative_l2(known: F64, error: F64) -> None:
-    for seq in range(len(known)):
-        norm, difference = float(np.linalg.norm(known[seq])), float(np.linalg.norm(error[seq]))
-        if difference > MAX_RELATIVE_L2 * norm:
-            worst = tuple(int(i) for i in np.unravel_index(int(np.argmax(error[seq])), error[seq].shape))
-            raise AssertionError(
-                f"sequence {seq}: L2 error {difference:.3e} against norm {norm:.3e} exceeds "
-                f"{MAX_RELATIVE_L2}; worst at {(seq, *worst)}, off by {float(error[(seq, *worst)])!r}"
-            )
+    norms, differences = (
+        np.linalg.norm(x.reshape(len(x), math.prod(x.shape[1:])), axis=1) for x in (known, error)
+    )
+    too_far = np.flatnonzero(differences > MAX_RELATIVE_L2 * norms)
+    if too_far.size:
+        seq = int(too_far[0])
+        worst = tuple(int(i) for i in np.unravel_index(int(np.argmax(error[seq])), error[seq].shape))
+        raise AssertionError(
+            f"sequence {seq}: L2 error {differences[seq]:.3e} against norm {norms[seq]:.3e} exceeds "
+            f"{MAX_RELATIVE_L2}; worst at {(seq, *worst)}, off by {float(error[(seq, *worst)])!r}"
+        )

@@ -289,9 +289,16 @@ def with_gaps(rows: npt.NDArray[Any], stride: int) -> npt.NDArray[Any]:
 
 def decode_pool(pool: npt.NDArray[Any], layout: CacheLayout, scale: float = 1.0) -> F64:
     """The oracle's view of a pool: float64 ``[num_blocks, block_size, num_kv_heads, head_dim]``."""
-    sizes = (layout.num_kv_heads, layout.head_dim, layout.block_size)
+    if layout.heads_first:  # the same rows, with the names of the two axes swapped
+        return _decode_rows(pool, layout, layout.block_size, layout.num_kv_heads, scale).swapaxes(1, 2)
+    return _decode_rows(pool, layout, layout.num_kv_heads, layout.block_size, scale)
+
+
+def _decode_rows(pool: npt.NDArray[Any], layout: CacheLayout, inner: int, outer: int, scale: float) -> F64:
+    """Float64 ``[num_blocks, outer, inner, head_dim]``, in the order of the pool's rows."""
+    sizes = (inner, layout.head_dim, outer)
     if layout.format == BF16:
-        return oracle.decode_bf16_pool(pool, *sizes)
+        return oracle.decode_bf16_pool(pool, *sizes, layout.cache_stride)
     if layout.format == FP8:
         return oracle.decode_fp8_pool(pool, *sizes, layout.cache_stride, scale)
     return oracle.decode_nvfp4_pool(pool, *sizes, layout.block_stride_bytes, layout.data_section_bytes)

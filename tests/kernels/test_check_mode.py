@@ -5,18 +5,44 @@ Results are checked as elsewhere: the cases are those of the other modules, smal
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
+from cupaged.backends.base import LoadedKernel
 from cupaged.backends.emulator import EmulatorBackend
+from cupaged.checked import checked_mode
 from cupaged.decode import Decoder
-from cupaged.errors import AsyncCopyFault, DataRaceFault, KernelFault, OutOfBoundsFault
-from cupaged.formats import BF16, FORMATS, CacheFormat
+from cupaged.errors import (
+    AsyncCopyFault,
+    DataRaceFault,
+    KernelFault,
+    OutOfBoundsFault,
+    UninitialisedSharedFault,
+)
+from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat
+from cupaged.registry import DeviceLimits, entries, limits_of_capability
 from cupaged.source import kernels_dir
-from tests.kernels import test_absmax, test_cache_write, test_splitk, test_tiled
+from tests.decoder_variants import Variant
+from tests.edges import test_checked_mode as input_cases
+from tests.kernels import (
+    test_absmax,
+    test_cache_write,
+    test_kv_cache,
+    test_kv_cache_moves,
+    test_merge_states,
+    test_splitk,
+    test_tiled,
+    test_tiled_formats,
+)
 from tests.kernels import test_decoder as decoder_cases
 from tests.oracle import assert_matches
 from tests.poison import PagedCase, Shape, random_case
@@ -27,8 +53,31 @@ SCHEDULES = ("fifo", "reverse", "random")
 LENGTHS = (1, 300, 17, 0, 64, 130)
 
 
-def make_rig(schedule: str = "fifo", seed: int = 0, num_sms: int = 4) -> Rig:
-    return Rig(EmulatorBackend(check="full", schedule=schedule, seed=seed, num_sms=num_sms))
+class Checked(EmulatorBackend):
+    """The emulator in check mode, which knows what it has launched."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(check="full", **options)
+        self.launched: set[str] = set()
+
+    def launch_packed(self, kernel: LoadedKernel, *given: Any, **named: Any) -> None:
+        self.launched.add(kernel.source.entry)  # type: ignore[attr-defined]
+        super().launch_packed(kernel, *given, **named)
+
+
+class WithoutBulkCopies(Checked):
+    """As of an sm_86 GPU: the lanes of a warp fill the ring, and it is smaller."""
+
+    @property
+    def limits(self) -> DeviceLimits:
+        limits = limits_of_capability(86, self.num_sms)
+        return replace(limits, cooperative_threads=super().limits.cooperative_threads)
+
+
+def make_rig(
+    schedule: str = "fifo", seed: int = 0, num_sms: int = 4, backend: type[Checked] = Checked
+) -> Rig:
+    return Rig(backend(schedule=schedule, seed=seed, num_sms=num_sms))
 
 
 @pytest.fixture(params=SCHEDULES)
@@ -37,35 +86,118 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return make_rig(request.param, seed=11)
 
 
+CHECKED: set[str] = set()  # every kernel that some test below says it launches
+
+
+def launches(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Of a test: the kernels that it must have launched on its rig; ``{fmt}`` stands for its format."""
+    for fmt in FORMATS:
+        CHECKED.update(name.format(fmt=fmt.name) for name in names)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(rig: Rig, **given: Any) -> None:
+            test(rig, **given)
+            wanted = {name.format(fmt=given["fmt"].name if "fmt" in given else "") for name in names}
+            assert wanted <= rig.gpu.launched
+
+        return run
+
+    return decorate
+
+
+def test_every_kernel_of_the_package_is_checked() -> None:
+    assert {entry.entry for entry in entries()} <= CHECKED
+
+
 @formats
+@launches("reshape_and_cache_{fmt}")
 def test_writers(rig: Rig, fmt: CacheFormat) -> None:
     test_cache_write.test_slots_that_must_not_be_written(rig, fmt)
     test_cache_write.test_padded_sources_and_pools(rig, fmt)
     test_cache_write.test_shapes(rig, fmt, 3, 3)
 
 
+# Bulk copies; runs of 8 tokens; two slices of 16 heads each; NVFP4's scales in pieces of 2 bytes.
+SHAPES = [Shape(8, 2, 64, 16), Shape(9, 1, 128, 8), Shape(32, 32, 16, 16), Shape(2, 2, 16, 1)]
+
+
 @formats
-@pytest.mark.parametrize("splits", [0, 3], ids=["single", "splits3"])
-def test_direct_decode(rig: Rig, fmt: CacheFormat, splits: int) -> None:
-    for shape in (Shape(8, 2, 64, 16), Shape(9, 1, 128, 8)):
+@launches("paged_decode_attn_{fmt}")
+def test_single_pass(rig: Rig, fmt: CacheFormat) -> None:
+    for shape in SHAPES:
         case = random_case(fmt, LENGTHS, shape)
+        assert_matches(run_decode(upload_case(rig, case), 0), case.expected()[0])
+
+
+@formats
+@launches("paged_decode_attn_splitk_{fmt}")
+def test_split_k(rig: Rig, fmt: CacheFormat) -> None:
+    for shape in SHAPES:
+        case = random_case(fmt, LENGTHS, shape)
+        assert_matches(run_decode(upload_case(rig, case), 3), case.expected()[0])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@formats
+def test_split_k_without_bulk_copies(fmt: CacheFormat, schedule: str) -> None:
+    """One block has to come round to its stages again."""
+    rig = make_rig(schedule, 5, 1, WithoutBulkCopies)
+    case = random_case(fmt, (1, 700, 17, 0, 300), Shape(8, 2, 64, 16), window=600)
+    for splits in (0, 3):
         assert_matches(run_decode(upload_case(rig, case), splits), case.expected()[0])
 
 
-@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
-def test_reduction(rig: Rig, name: str) -> None:
-    test_splitk.test_reduce_against_float64(rig, name, 64, 33)
-    test_splitk.test_reduce_of_empty_and_of_one_state(rig, name)
+@launches("paged_decode_attn_reduce_fp8", "paged_decode_attn_reduce_nvfp4")
+def test_reduction(rig: Rig) -> None:
+    for name in ("fp8", "nvfp4"):
+        test_splitk.test_reduce_against_float64(rig, name, 64, 33)
+        test_splitk.test_reduce_of_empty_and_of_one_state(rig, name)
 
 
 @pytest.mark.parametrize("scratch", [False, True], ids=["paged", "scratch"])
+@launches("paged_decode_attn_tiled", "attention_finalize")
 def test_tiles(rig: Rig, scratch: bool) -> None:
     test_tiled.test_against_references(rig, scratch, 3, 64)
 
 
+@launches("paged_decode_attn_tiled_fp8", "paged_decode_attn_tiled_nvfp4", "attention_merge_states")
+def test_split_tiles(rig: Rig) -> None:
+    for fmt in (FP8, NVFP4):
+        test_tiled_formats.test_splits(rig, fmt, 2)
+
+
+@launches("bf16_absmax", "bf16_absmax_rows")
 def test_absolute_maxima(rig: Rig) -> None:
     test_absmax.test_every_element_counts(rig, 4096, 1)
     test_absmax.test_calibration_reads_rows_and_not_their_gaps(rig)
+
+
+@launches("merge_states_bf16", "merge_states_f32", "merge_states_f32_to_bf16")
+def test_merging_results(rig: Rig) -> None:
+    bf16, f32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+    for source, target in ((bf16, bf16), (f32, f32), (f32, bf16)):
+        test_merge_states.test_against_float64(rig, 33, 64, source, target)
+    test_merge_states.test_in_place_and_twice(rig)
+
+
+@formats
+@launches("copy_cache_blocks", "gather_tokens_bf16", "gather_tokens_f32")
+def test_upkeep(rig: Rig, fmt: CacheFormat) -> None:
+    test_kv_cache.test_write_and_gather(rig, fmt, False, True)
+    test_kv_cache_moves.test_copied_blocks(rig, fmt)
+
+
+@launches(
+    *("input_blocks", "input_finite", "input_range", "input_scale_bytes"),
+    *("input_scales", "input_slots", "input_value"),
+)
+def test_input_checks(rig: Rig) -> None:
+    input_cases.test_good_inputs_pass_and_give_the_same(rig, "single", NVFP4, 20)
+    input_cases.test_scales_of_live_nvfp4_tokens(rig, "single", "v_cache")
+    input_cases.test_slots(rig, BF16, 48)
+    with checked_mode():
+        test_kv_cache.test_scales_by_head_on_the_device(rig)
 
 
 def decode(rig: Rig, case: PagedCase, *, launches: int) -> None:
@@ -80,14 +212,63 @@ def decode(rig: Rig, case: PagedCase, *, launches: int) -> None:
 @pytest.mark.parametrize(
     "shape", [Shape(8, 2, 64, 16), Shape(4, 4, 128, 32), Shape(8, 4, 64, 8), Shape(8, 2, 64, 24)], ids=str
 )
+@launches("paged_decode_attn_planned")
 def test_decoder(rig: Rig, fmt: CacheFormat, shape: Shape) -> None:
     decode(rig, random_case(fmt, LENGTHS, shape), launches=2)
 
 
 @formats
+@launches("paged_decode_attn_planned")
 def test_decoder_of_one_long_sequence(rig: Rig, fmt: CacheFormat) -> None:
     """All blocks share it, and merge."""
     decode(rig, random_case(fmt, [900], Shape(8, 2, 64, 16), window=700), launches=2)
+
+
+@pytest.mark.parametrize(("num_sms", "schedule"), [(16, "reverse"), (48, "random"), (48, "reverse")])
+def test_decoder_of_many_blocks(num_sms: int, schedule: str) -> None:
+    """Each way to spread the merge over threads: 16 sharers, and more than 40."""
+    rig = make_rig(schedule, 3, num_sms)
+    decode(rig, random_case(FP8, [1000, 3], Shape(8, 2, 16, 16)), launches=2)
+
+
+VARIANTS = {
+    "mixed": Variant(FP8, NVFP4, heads_first=True),
+    "query-tokens": Variant(query_tokens=3, soft_cap=2.0, sinks=True, window=40),
+    # Two slices of the heads, whose blocks share the one sequence.
+    "slices": Variant(FP8, FP8, lengths=(700,), heads=(32, 32), head_dim=16),
+    # Two slices of the query rows of one KV head.
+    "row-slices": Variant(heads=(20, 1), head_dim=16, query_tokens=7, lengths=(200, 0, 3)),
+    # Scales in pieces of 2 bytes, and a slice of an NVFP4 block, which is not one piece.
+    "by-lanes": Variant(NVFP4, NVFP4, heads=(4, 2), head_dim=16, block_size=1),
+    "joined-slices": Variant(NVFP4, NVFP4, heads=(32, 32), head_dim=16),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@launches("paged_decode_attn_planned")
+def test_decoder_variants(rig: Rig, name: str) -> None:
+    VARIANTS[name].run(rig, launches=2)
+
+
+@launches("paged_decode_attn_plan", "paged_decode_attn_planned")
+def test_decoder_of_many_sequences(rig: Rig) -> None:
+    """More than a block's shared memory has room for, and most of them one token long."""
+    lengths = tuple(150 if seq % 97 == 5 else seq % 3 for seq in range(600))
+    Variant(lengths=lengths, heads=(2, 1), head_dim=16, max_seqs=600).run(rig, launches=2)
+
+
+@formats
+@launches("paged_decode_attn_chunked", "paged_decode_attn_merge_chunks")
+def test_decoder_of_fixed_chunks(rig: Rig, fmt: CacheFormat) -> None:
+    options = {"split_tokens": 32, "max_blocks_per_seq": 19}
+    Variant(fmt, fmt, lengths=LENGTHS, sinks=True, options=options).run(rig, launches=2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@formats
+def test_decoder_without_bulk_copies(fmt: CacheFormat, schedule: str) -> None:
+    rig = make_rig(schedule, 5, 2, WithoutBulkCopies)
+    decode(rig, random_case(fmt, (900, 0, 33), Shape(8, 2, 64, 16), window=700), launches=2)
 
 
 # ---- faults put into copies of the kernels
@@ -103,37 +284,104 @@ def mutate(monkeypatch: pytest.MonkeyPatch, folder: Path, file: str, pattern: st
     monkeypatch.setattr("cupaged.handle.kernels_dir", lambda: copy)
 
 
-@pytest.mark.parametrize(
-    ("file", "pattern", "replacement", "errors"),
-    [
-        # A stage is given back before all lanes have read it.
-        ("ring/pipeline.cuh", r"(void release\(int s\) const \{)\s*__syncwarp\(\);", r"\1", DataRaceFault),
-        # A stage is filled while it may still be read.
-        ("ring/pipeline.cuh", r"(void wait_empty\([^{]*\{)[^}]*\}", r"\1}", (AsyncCopyFault, DataRaceFault)),
-        # A stage is read before it has arrived.
-        ("ring/pipeline.cuh", r"(void wait_full\([^{]*\{)[^}]*\}", r"\1}", KernelFault),
-        # A block arrives before all its threads have written their parts.
-        ("ring/merge.cuh", r"(\barrive\([^)]*\) const \{)\s*__syncthreads\(\);", r"\1", DataRaceFault),
-        # Arrivals that publish nothing, and waits that learn nothing.
-        ("ring/merge.cuh", r"ptx::atomic_add_acq_rel\(", "atomicAdd(", DataRaceFault),
-        ("ring/merge.cuh", r"ptx::load_acquire\((\w+)\)", r"atomicAdd(\1, 0u)", DataRaceFault),
-    ],
-    ids=["release", "wait-empty", "wait-full", "arrive-barrier", "arrive-release", "wait-acquire"],
-)
-def test_faults_in_the_ring_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    file: str,
-    pattern: str,
-    replacement: str,
-    errors: type[KernelFault] | tuple[type[KernelFault], ...],
-) -> None:
+def _shared(schedule: str) -> None:
+    """One sequence that four blocks share."""
+    decode(make_rig(schedule), random_case(BF16, [1500], Shape(8, 2, 64, 16)), launches=1)
+
+
+def _alone(schedule: str, backend: type[Checked] = Checked) -> None:
+    """One block, which uses its stages again and again."""
+    rig = make_rig(schedule, num_sms=1, backend=backend)
+    run_decode(upload_case(rig, random_case(BF16, [1500], Shape(8, 2, 64, 16))), 0)
+
+
+def _splits(schedule: str) -> None:
+    up = upload_case(make_rig(schedule), random_case(BF16, [300, 40], Shape(8, 2, 64, 16)))
+    run_decode(up, 3)
+
+
+def _bytes(schedule: str) -> None:
+    """Scales that two lanes store themselves, two bytes at a time."""
+    up = upload_case(make_rig(schedule), random_case(NVFP4, [100], Shape(2, 2, 16, 1)))
+    run_decode(up, 0)
+
+
+# How a faulty copy is run, by schedule.
+RUNS: dict[str, Callable[[str], None]] = {
+    "one block": _alone,
+    "four blocks": _shared,
+    "by lanes": lambda schedule: _alone(schedule, WithoutBulkCopies),
+    "splits": _splits,
+    "bytes": _bytes,
+    "many": lambda schedule: Variant(lengths=(3,) * 600, heads=(2, 1), head_dim=16, max_seqs=600).run(
+        make_rig(schedule)
+    ),
+}
+ASYNC = (AsyncCopyFault, DataRaceFault)
+UNREADY = (DataRaceFault, UninitialisedSharedFault)
+PIPELINE, MERGE = "ring/pipeline.cuh", "ring/merge.cuh"
+MAKE_PLAN = r"(scan_sequences\([^;]*;)\s*__syncthreads\(\);"
+ACQUIRE = r"ptx::load_acquire\((\w+)\)"
+WAIT_EMPTY, WAIT_FULL = (rf"(void wait_{which}\([^{{]*\{{)[^}}]*\}}" for which in ("empty", "full"))
+RELEASE = r"(void release\(int s\) const \{)\s*__syncwarp\(\);"
+# Run, file, pattern, replacement, and what is found.
+FAULTS: dict[str, tuple[str, str, str, str, Any]] = {
+    # A stage is given back before all lanes have read it.
+    "release": ("one block", PIPELINE, RELEASE, r"\1", DataRaceFault),
+    "release by lanes": ("by lanes", PIPELINE, RELEASE, r"\1", DataRaceFault),
+    # A stage is filled while it may still be read.
+    "wait-empty": ("one block", PIPELINE, WAIT_EMPTY, r"\1}", ASYNC),
+    "wait-empty by lanes": ("by lanes", PIPELINE, WAIT_EMPTY, r"\1}", ASYNC),
+    # A stage is read before it has arrived.
+    "wait-full": ("one block", PIPELINE, WAIT_FULL, r"\1}", KernelFault),
+    "wait-full by lanes": ("by lanes", PIPELINE, WAIT_FULL, r"\1}", KernelFault),
+    "arrive early": ("by lanes", PIPELINE, "cp_async_mbarrier_arrive_noinc", "mbarrier_arrive", ASYNC),
+    "lanes left out": (
+        "bytes",
+        PIPELINE,
+        r"__syncwarp\(\);(\s*if \(lane\(\) == 0\) ptx::mbarrier_arrive\(&shared.full)",
+        r"\1",
+        DataRaceFault,
+    ),
+    # Barriers are used before they are there, and the plan before it is made.
+    "init": ("splits", "ring/splits.cuh", r"__syncthreads\(\);", "", KernelFault),
+    "plan": (
+        "four blocks",
+        "ring/planned.cuh",
+        r"(scan_sequences\([^;]*;)\s*__syncthreads\(\);",
+        r"\1",
+        KernelFault,
+    ),
+    "large plan": ("many", "ring/plan.cuh", r"__syncthreads\(\);", "", UNREADY),
+    # Warps that share a sequence's tiles merge before all have written.
+    "token warps": ("splits", "attention/block_attention.cuh", r"__syncthreads\(\);", "", UNREADY),
+    # A block arrives before all its threads have written their parts.
+    "arrive-barrier": (
+        "four blocks",
+        MERGE,
+        r"(\barrive\([^)]*\) const \{)\s*__syncthreads\(\);",
+        r"\1",
+        DataRaceFault,
+    ),
+    # Arrivals that publish nothing, and waits that learn nothing.
+    "arrive-release": ("four blocks", MERGE, r"ptx::atomic_add_acq_rel\(", "atomicAdd(", DataRaceFault),
+    "wait-acquire": (
+        "four blocks",
+        MERGE,
+        r"ptx::load_acquire\((\w+)\)",
+        r"atomicAdd(\1, 0u)",
+        DataRaceFault,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_in_the_ring_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str) -> None:
+    run, file, pattern, replacement, errors = FAULTS[fault]
     mutate(monkeypatch, tmp_path, file, pattern, replacement)
     for schedule in SCHEDULES:
-        # Few blocks use their stages again and again, more of them share a sequence.
-        rig = make_rig(schedule, num_sms=1 if file == "ring/pipeline.cuh" else 4)
         with pytest.raises(errors) as caught:
-            decode(rig, random_case(BF16, [1500], Shape(8, 2, 64, 16)), launches=1)
+            RUNS[run](schedule)
         assert re.search(r"\w+\.cuh:\d+", str(caught.value))
 
 

@@ -1,0 +1,256 @@
+"""Decode of sequences that share a prefix: its keys and values are read once for 8 rows, then merged in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cupaged.decode import Decoder
+from cupaged.decode_arguments import CacheCall, cache_call, contiguous, result_array, sized
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.formats import CacheLayout
+from cupaged.interop import backend_array, is_capturing, stream_memory, to_device
+from cupaged.kv import KVCache
+from cupaged.launch import as_integer
+from cupaged.merge import merge_states
+from cupaged.registry import div_ceil
+from cupaged.registry.rules import MAX_QUERY_TOKENS
+
+if TYPE_CHECKING:
+    from cupaged.backends.base import GpuBackend
+
+# Rows of q (a sequence's query tokens) that read the prefix together: a decoder takes a group for the query
+# tokens of one sequence, all of which see all of it.
+GROUP = MAX_QUERY_TOKENS
+
+
+class _Prefix(NamedTuple):
+    """The table's one row, and a length for each group."""
+
+    cache: KVCache
+    table: Any
+    lens: Any
+
+
+class CascadeDecoder:
+    """Decodes batches whose sequences all begin with the same tokens.
+
+    The prefix is decoded for groups of 8 rows, the rest of each sequence (its suffix) by itself, and both are
+    merged by their LSE. That pays where a prefix is long against the suffixes and has several readers; two
+    decoders, two partial results and a merge cost three launches. Workspace as of `Decoder`, and two partial
+    results: it belongs to one stream at a time.
+
+    Args:
+        gpu: the backend.
+        layout: see `Decoder`.
+        num_q_heads: query heads, a multiple of the layout's num_kv_heads.
+        max_seqs: the most sequences a call may have.
+        value_layout: see `Decoder`.
+        query_tokens: tokens of each sequence that a call decodes, 1 to 8, causal among themselves.
+        soft_cap: see `Decoder`.
+
+    Attributes:
+        workspace_bytes: device memory that it holds.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: see `Decoder`.
+    """
+
+    def __init__(
+        self,
+        gpu: GpuBackend,
+        layout: CacheLayout,
+        num_q_heads: int,
+        max_seqs: int,
+        *,
+        value_layout: CacheLayout | None = None,
+        query_tokens: int = 1,
+        soft_cap: float | None = None,
+    ) -> None:
+        features: dict[str, Any] = {"value_layout": value_layout, "soft_cap": soft_cap}
+        self._gpu: Any = gpu
+        self._suffix = Decoder(gpu, layout, num_q_heads, max_seqs, query_tokens=query_tokens, **features)
+        num_q_heads = as_integer("num_q_heads", num_q_heads)
+        self._rows = (as_integer("query_tokens", query_tokens), num_q_heads, layout.head_dim)
+        groups = div_ceil(as_integer("max_seqs", max_seqs) * self._rows[0], GROUP)
+        self._prefix = Decoder(gpu, layout, num_q_heads, groups, query_tokens=GROUP, causal=False, **features)
+        rows = groups * GROUP
+        self._outputs = gpu.empty((2, rows, *self._rows[1:]), "bfloat16")
+        self._lses = gpu.empty((2, rows, num_q_heads), "float32")
+        self._padded = gpu.zeros((GROUP, *self._rows[1:]), "bfloat16")
+        self._lens: tuple[int, Any] = (-1, None)
+        gpu.synchronize()  # the padding is zero, whatever stream the first call comes on
+
+    @classmethod
+    def for_cache(
+        cls, cache: KVCache, num_q_heads: int, max_seqs: int, *, query_tokens: int = 1, **features: Any
+    ) -> CascadeDecoder:
+        """One of a cache's backend and layouts."""
+        if not isinstance(cache, KVCache):
+            raise ArgumentTypeError(f"cache: got {type(cache).__name__}, allowed is a KVCache")
+        layouts = {"value_layout": cache.value_layout, **features}
+        return cls(cache.gpu, cache.layout, num_q_heads, max_seqs, query_tokens=query_tokens, **layouts)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that it holds."""
+        own = sum(int(array.nbytes) for array in (self._outputs, self._lses, self._padded))
+        return self._suffix.workspace_bytes + self._prefix.workspace_bytes + own
+
+    def decode(
+        self,
+        q: Any,
+        cache: KVCache,
+        prefix_table: Any,
+        prefix_len: Any,
+        block_tables: Any,
+        seq_lens: Any,
+        out: Any = None,
+        *,
+        stream: Any,
+        lse: Any = None,
+        softmax_scale: float | None = None,
+        sinks: Any = None,
+    ) -> Any:
+        """Decode the query tokens of each sequence.
+
+        Args:
+            q: BF16 ``[num_seqs, num_q_heads, head_dim]``, or with query_tokens
+                ``[num_seqs, query_tokens, num_q_heads, head_dim]``; any stride between query tokens.
+            cache: of the layouts given.
+            prefix_table: int32 ``[max_prefix_blocks]``: blocks of the prefix, which begins each sequence.
+            prefix_len: tokens of the prefix: an int, whose copy to the device is queued where it is another
+                than the last call's (before a capture, call once); or int32
+                ``[ceil(num_seqs * query_tokens / 8)]`` on the device, all of the same value, which a
+                captured graph reads anew.
+            block_tables: int32 ``[num_seqs, max_blocks_per_seq]``: blocks of the suffixes.
+            seq_lens: int32 ``[num_seqs]``: tokens of the suffixes, query tokens included.
+            out: like q, contiguous, written; allocated in the stream's memory where None.
+            stream: int handle, CuPy stream, or object with ``__cuda_stream__``.
+            lse: F32, a number for each row of the output, as of `Decoder.decode` over the whole sequences.
+            softmax_scale: factor on q k, 1 / sqrt(head_dim) by default.
+            sinks: F32 ``[num_q_heads]``, see `Decoder.decode`.
+
+        Returns:
+            out.
+
+        Raises:
+            ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
+        """
+        self._suffix.check_cache(cache)
+        call = cache_call(self._gpu, q, block_tables, seq_lens, self._rows, stream)
+        self._check_q(call)
+        groups = div_ceil(call.num_seqs * self._rows[0], GROUP)
+        self._suffix.check_num_seqs(call.num_seqs)
+        table = self._table(prefix_table, stream)
+        lens = self._prefix_lens(prefix_len, groups, stream)
+        target = result_array(self._gpu, "out", out, call, "bfloat16", stream)
+        rows = call.num_seqs * self._rows[0]
+        if lse is not None:
+            lse = contiguous(
+                sized(self._gpu, "lse", lse, stream, writable=True), "lse", (rows, self._rows[1])
+            )
+        merged = contiguous(target, "out", (rows, *self._rows[1:]))
+        if rows:
+            options = {"softmax_scale": softmax_scale, "stream": stream, **_cache_options(cache)}
+            self._decode_suffix(call, cache, options | {"sinks": sinks})
+            self._decode_prefix(call, _Prefix(cache, table, lens), options)
+            parts = (self._outputs[:, :rows], self._lses[:, :rows])
+            merge_states(self._gpu, *parts, merged, lse, stream=stream)
+        return target if out is None else out
+
+    def _check_q(self, call: CacheCall) -> None:
+        if str(call.q.dtype) not in ("bfloat16", "uint16"):
+            raise ArgumentTypeError(f"q: got dtype {call.q.dtype}, allowed: bfloat16, uint16")
+
+    def _table(self, prefix_table: Any, stream: Any) -> Any:
+        table = sized(self._gpu, "prefix_table", prefix_table, stream)
+        if len(table.shape) != 1:
+            raise ArgumentValueError(
+                f"prefix_table: got shape {tuple(table.shape)}, allowed is [max_prefix_blocks]"
+            )
+        if str(table.dtype) != "int32":
+            raise ArgumentTypeError(f"prefix_table: got dtype {table.dtype}, allowed: int32")
+        return table
+
+    def _prefix_lens(self, prefix_len: Any, groups: int, stream: Any) -> Any:
+        """int32 ``[groups]``, a length for each group of rows."""
+        array = backend_array(self._gpu, "prefix_len", prefix_len, stream)
+        if hasattr(array, "shape") and not isinstance(array, np.generic):
+            if tuple(array.shape) != (groups,):
+                raise ArgumentValueError(
+                    f"prefix_len: got shape {tuple(array.shape)}, allowed is ({groups},), one for each 8 rows"
+                )
+            return array
+        length = as_integer("prefix_len", prefix_len)
+        if not 0 <= length < 2**31:
+            raise ArgumentValueError(f"prefix_len: got {length}, allowed is 0 to {2**31 - 1}")
+        if self._lens[0] != length:
+            if is_capturing(self._gpu, stream):
+                raise ArgumentValueError(
+                    f"prefix_len: got {length} while the stream is being captured; call once before the "
+                    "capture, or give an array on the device"
+                )
+            most = self._outputs.shape[1] // GROUP
+            self._lens = (length, to_device(self._gpu, np.full(most, length, np.int32), stream))
+        return self._lens[1][:groups]
+
+    def _decode_suffix(self, call: CacheCall, cache: KVCache, options: dict[str, Any]) -> None:
+        rows = call.num_seqs * self._rows[0]
+        self._suffix.decode(
+            call.q,
+            cache.k_cache,
+            cache.v_cache,
+            call.block_tables,
+            call.seq_lens,
+            self._outputs[1, :rows],
+            num_seqs=call.num_seqs,
+            max_blocks_per_seq=call.max_blocks_per_seq,
+            lse=self._lses[1, :rows],
+            q_stride=call.q_stride,
+            table_stride=call.table_stride,
+            **options,
+        )
+
+    def _decode_prefix(self, call: CacheCall, prefix: _Prefix, options: dict[str, Any]) -> None:
+        """Whole groups of rows where they lie; what is left over from a copy that is filled up with zeros."""
+        rows = call.num_seqs * self._rows[0]
+        groups, rest = divmod(rows, GROUP)
+        if groups:
+            self._decode_groups(call.q[: groups * GROUP], call.q_stride, range(groups), prefix, options)
+        if rest:
+            with stream_memory(self._gpu, options["stream"]):
+                self._padded[:rest] = call.q[groups * GROUP :].view(self._padded.dtype)
+            stride = self._rows[1] * self._rows[2]
+            self._decode_groups(self._padded, stride, range(groups, groups + 1), prefix, options)
+
+    def _decode_groups(
+        self, q: Any, q_stride: int, groups: range, prefix: _Prefix, options: dict[str, Any]
+    ) -> None:
+        rows = slice(groups.start * GROUP, groups.stop * GROUP)
+        self._prefix.decode(
+            q,
+            prefix.cache.k_cache,
+            prefix.cache.v_cache,
+            prefix.table,
+            prefix.lens[groups.start : groups.stop],
+            self._outputs[0, rows],
+            num_seqs=len(groups),
+            max_blocks_per_seq=int(prefix.table.shape[0]),
+            lse=self._lses[0, rows],
+            q_stride=q_stride,
+            table_stride=0,
+            **options,
+        )
+
+
+def _cache_options(cache: KVCache) -> dict[str, Any]:
+    """Scales and size of a cache, as `Decoder.decode` takes them."""
+    return {
+        "k_scale": cache.k_scale,
+        "v_scale": cache.v_scale,
+        "k_scales": cache.k_scales,
+        "v_scales": cache.v_scales,
+        "num_blocks": cache.num_blocks,
+    }

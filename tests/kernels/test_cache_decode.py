@@ -1,0 +1,227 @@
+"""`Decoder.decode` over a `KVCache`: the same as over its pools, with sizes from the arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cupaged import KVCache, ops
+from cupaged.decode import Decoder
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
+from tests.fake_backend import FakeBackend
+from tests.kernels.test_cascade import HEADS, SCALE, Shared, shared
+from tests.kernels.test_interop import DLPackOnly, InterfaceOnly, NumpyLender
+from tests.oracle import assert_matches
+from tests.rig import Rig, bits
+
+formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+LENGTHS = [40, 0, 17, 5]
+
+
+@pytest.fixture(scope="module")
+def case(rig: Rig) -> Shared:
+    return shared(rig, BF16, 0, LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def decoder(case: Shared) -> Decoder:
+    return Decoder.for_cache(case.cache, HEADS, 4)
+
+
+def arrays(case: Shared, q: npt.NDArray[Any] | None = None) -> dict[str, Any]:
+    _, tables, lengths = case.on_device()
+    return {
+        "q": case.rig.upload(case.queries() if q is None else q),
+        "cache": case.cache,
+        "block_tables": tables,
+        "seq_lens": lengths,
+        "stream": case.rig.stream,
+    }
+
+
+@pytest.mark.parametrize("scales", ["tensor", "heads"])
+@formats
+def test_against_float64(rig: Rig, fmt: CacheFormat, scales: str) -> None:
+    """`shared` gives the cache one scale; here also one for each head, which decode takes from the cache."""
+    case = shared(rig, fmt, 0, LENGTHS)
+    if scales == "heads":
+        if fmt == BF16:
+            pytest.skip("a BF16 cache has no scales")
+        case.cache.set_scales(np.full(2, 0.5, np.float32), np.full(2, 0.25, np.float32))
+    lse = rig.gpu.asarray(np.full((4, HEADS), np.nan, np.float32))
+    out = Decoder.for_cache(case.cache, HEADS, 4).decode(**arrays(case), lse=lse)
+    expected, expected_lse = case.expected(case.queries())
+    assert_matches(rig.download_bf16(out), expected)
+    np.testing.assert_allclose(rig.download(lse), expected_lse, atol=3e-4, rtol=1e-5)
+
+
+def test_a_given_result_is_the_one_returned(rig: Rig, case: Shared, decoder: Decoder) -> None:
+    out = rig.full_bf16((4, HEADS, 64))
+    _, tables, lengths = case.on_device()
+    q = rig.upload(case.queries())
+    assert decoder.decode(q, case.cache, tables, lengths, out, stream=rig.stream) is out
+    flat = rig.full_bf16((4, HEADS, 64))
+    cache = case.cache
+    assert decoder.decode(
+        q, cache.k_cache, cache.v_cache, tables, lengths, flat, num_seqs=4, max_blocks_per_seq=3,
+        stream=rig.stream,
+    ) is None  # fmt: skip
+    np.testing.assert_array_equal(bits(rig.download(out)), bits(rig.download(flat)))
+
+
+def test_queries_and_tables_of_any_stride(rig: Rig, case: Shared, decoder: Decoder) -> None:
+    plain = arrays(case)
+    expected = rig.download(decoder.decode(**plain))
+    packed = np.full((4, HEADS + 4, 64), np.nan, ml_dtypes.bfloat16)
+    packed[:, :HEADS] = case.queries()
+    columns = case.tables.shape[1]
+    wide = np.full((4, columns + 5), -1, np.int32)
+    wide[:, :columns] = case.tables
+    sliced = {"q": rig.upload(packed)[:, :HEADS], "block_tables": rig.upload(wide)[:, :columns]}
+    np.testing.assert_array_equal(bits(rig.download(decoder.decode(**plain | sliced))), bits(expected))
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_several_query_tokens(rig: Rig, axes: int) -> None:
+    case = shared(rig, FP8, 0, LENGTHS)
+    q = case.queries(3)
+    given = q if axes == 4 else q.reshape(-1, HEADS, 64)
+    out = Decoder.for_cache(case.cache, HEADS, 4, query_tokens=3).decode(**arrays(case, given))
+    assert tuple(out.shape) == given.shape
+    assert_matches(rig.download_bf16(out).reshape(q.shape)[[0, 2, 3]], case.expected(q)[0][[0, 2, 3]])
+
+
+def test_half_precision(rig: Rig, case: Shared) -> None:
+    q = case.queries().astype(np.float16)
+    out = Decoder.for_cache(case.cache, HEADS, 4, q_dtype="float16").decode(**arrays(case, q))
+    assert str(out.dtype) == "float16"
+    expected = case.expected(q)[0]
+    # Weights over a BF16 cache are BF16: 2^-9 of each, on values of a magnitude of 1.
+    np.testing.assert_allclose(rig.download(out).astype(np.float64), expected, atol=2**-8)
+
+
+def test_formats_of_their_own(rig: Rig) -> None:
+    case = shared(rig, NVFP4, 0, LENGTHS, FP8)
+    out = Decoder.for_cache(case.cache, HEADS, 4).decode(**arrays(case), softmax_scale=SCALE)
+    assert_matches(rig.download_bf16(out), case.expected(case.queries())[0])
+
+
+def test_no_sequences(rig: Rig, case: Shared, decoder: Decoder) -> None:
+    gpu = rig.gpu
+    out = decoder.decode(
+        gpu.zeros((0, HEADS, 64), np.uint16), case.cache, gpu.zeros((0, 3), np.int32),
+        gpu.zeros(0, np.int32), stream=rig.stream,
+    )  # fmt: skip
+    assert tuple(out.shape) == (0, HEADS, 64)
+
+
+def test_what_is_refused(rig: Rig, case: Shared, decoder: Decoder) -> None:
+    gpu, good = rig.gpu, arrays(case)
+    other = KVCache(gpu, CacheLayout(FP8, 2, 64, 16), 2)
+    elsewhere = KVCache(FakeBackend(), case.cache.layout, 2)  # type: ignore[arg-type]
+    for changed, match in (
+        ({"cache": other}, "^cache: its layout is"),
+        ({"cache": elsewhere}, "^cache: got <KVCache.*, allowed is one on the decoder's backend"),
+        ({"q": 1 << 20}, "^q: got int, allowed with a cache is an array"),
+        ({"q": gpu.zeros((4, HEADS, 32), np.uint16)}, r"^q: got shape \(4, 8, 32\)"),
+        ({"q": gpu.zeros((4, HEADS, 64), np.float32)}, "^q: got dtype float32"),
+        ({"seq_lens": gpu.zeros((4, 1), np.int32)}, r"^seq_lens: got shape \(4, 1\)"),
+        ({"seq_lens": gpu.zeros(4, np.int64)}, "seq_lens: got dtype int64"),
+        ({"block_tables": gpu.zeros((3, 3), np.int32)}, r"^block_tables: got shape \(3, 3\)"),
+        ({"block_tables": gpu.zeros((4, 6), np.int32)[:, ::2]}, "^block_tables: got strides"),
+        ({"block_tables": gpu.zeros((4, 6), np.int64)[:, :3]}, "^block_tables: got dtype int64"),
+        ({"out": gpu.zeros((4, HEADS * 64), np.uint16)}, "^out: got shape"),
+        ({"out": gpu.zeros((4, HEADS, 64), np.float16)}, "^output: got dtype float16"),
+        ({"out": gpu.zeros((4, HEADS, 80), np.uint16)[..., :64]}, "output: got strides"),
+        ({"lse": gpu.zeros((4, HEADS - 1), np.float32)}, "^lse: got shape"),
+    ):  # fmt: skip
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=match):
+            decoder.decode(**good | changed)
+    with pytest.raises(TypeError, match="num_seqs"):
+        decoder.decode(**good | {"num_seqs": 4})
+    with pytest.raises(ArgumentTypeError, match="cache: got int, allowed is a KVCache"):
+        Decoder.for_cache(4096, HEADS, 4)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentValueError, match="k_scale: got None"):
+        Decoder.for_cache(other, HEADS, 4).decode(**good | {"cache": other})
+
+
+def lenders(rig: Rig) -> list[Any]:
+    if rig.name == "cupy":
+        return [DLPackOnly, InterfaceOnly]
+    # NumPy lends no BF16.
+    return [lambda x: NumpyLender(x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x)]
+
+
+def test_arrays_of_no_library(rig: Rig, case: Shared, decoder: Decoder) -> None:
+    """Through both forms of decode, results included."""
+    good, cache = arrays(case), case.cache
+    expected = bits(rig.download(decoder.decode(**good)))
+    for lend in lenders(rig):
+        names = ("q", "block_tables", "seq_lens")
+        lent = {name: lend(good[name]) for name in names}
+        outs = [rig.full_bf16((4, HEADS, 64)) for _ in range(2)]
+        lses = [rig.gpu.zeros((4, HEADS), np.float32) for _ in range(2)]
+        given = lend(outs[0])
+        assert decoder.decode(**good | lent, out=given, lse=lend(lses[0])) is given
+        decoder.decode(
+            lent["q"], lend(cache.k_pool), lend(cache.v_pool), lent["block_tables"], lent["seq_lens"],
+            lend(outs[1]), num_seqs=4, max_blocks_per_seq=3, stream=rig.stream, lse=lend(lses[1]),
+        )  # fmt: skip
+        for out in outs:
+            np.testing.assert_array_equal(bits(rig.download(out)), expected)
+        np.testing.assert_array_equal(rig.download(lses[0]), rig.download(lses[1]))
+
+
+def test_launchers_take_arrays_of_no_library(rig: Rig, case: Shared) -> None:
+    """They are checked as the backend's own are: by size, dtype and strides."""
+    good, name = arrays(case), "paged_decode_attn_bf16"
+    kernel = rig.kernel(name)
+
+    def decode(lend: Any, **changed: Any) -> Any:
+        out = rig.full_bf16((4, HEADS, 64))
+        pools = (lend(case.cache.k_pool), lend(case.cache.v_pool))
+        given = {"q": good["q"], "seq_lens": good["seq_lens"]} | changed
+        ops.paged_decode_attn_bf16(
+            rig.gpu, kernel, lend(given["q"]), *pools, lend(out), lend(good["block_tables"]),
+            lend(given["seq_lens"]), 3, 4, HEADS, 2, 64, 16, SCALE, HEADS * 64, 0, rig.stream,
+        )  # fmt: skip
+        return rig.download(out)
+
+    expected = bits(decode(lambda array: array))
+    for lend in lenders(rig):
+        np.testing.assert_array_equal(bits(decode(lend)), expected)
+        with pytest.raises(ArgumentValueError, match="seq_lens: got 3 elements, needed are 4"):
+            decode(lend, seq_lens=rig.gpu.zeros(3, np.int32))
+        with pytest.raises(ArgumentTypeError, match="q: got dtype float32"):
+            decode(lend, q=rig.gpu.zeros((4, HEADS, 64), np.float32))
+
+
+@pytest.mark.gpu
+def test_capture(rig: Rig, case: Shared, decoder: Decoder) -> None:
+    if rig.name != "cupy":
+        pytest.skip("needs a GPU")
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    good = arrays(case) | {"stream": stream}
+    out = rig.full_bf16((4, HEADS, 64))
+    rig.gpu.synchronize()
+    decoder.decode(**good, out=out)
+    stream.synchronize()
+    expected = bits(rig.download(out))
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(ArgumentValueError, match=r"^out: got None while the stream is being captured"):
+            decoder.decode(**good)
+        decoder.decode(**good, out=out)
+        graph = stream.end_capture()
+    out.fill(0x7FC0)
+    rig.gpu.synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(bits(rig.download(out)), expected)
