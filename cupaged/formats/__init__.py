@@ -4,7 +4,7 @@ Everything here is NumPy and ml_dtypes, agrees byte for byte with the device wri
 """
 
 from cupaged.formats.bf16 import as_float32, decode_bf16, encode_bf16
-from cupaged.formats.fp8 import E4M3_MAX, checked_scale, decode_e4m3, encode_e4m3
+from cupaged.formats.fp8 import E4M3_MAX, checked_scale, checked_scales, decode_e4m3, encode_e4m3
 from cupaged.formats.layout import (
     BF16,
     FORMATS,
@@ -44,6 +44,7 @@ __all__ = [
     "block_sections",
     "cache_format",
     "checked_scale",
+    "checked_scales",
     "decode_bf16",
     "decode_e2m1",
     "decode_e4m3",

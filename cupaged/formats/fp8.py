@@ -25,13 +25,13 @@ def encode_e4m3(values: npt.ArrayLike, scale: object = 1.0) -> npt.NDArray[np.ui
 
     Args:
         values: see `as_float32`.
-        scale: dequantisation scale, finite and > 0.
+        scale: dequantisation scale, finite and > 0: one, or an array that broadcasts against the values.
 
     Raises:
         ArgumentTypeError: a dtype that is not allowed.
         ArgumentValueError: a scale that is not allowed.
     """
-    divisor = np.float32(checked_scale("scale", scale))
+    divisor = checked_scales("scale", scale)
     wide = as_float32("values", values)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         quotient = wide / divisor
@@ -48,12 +48,13 @@ def encode_e4m3(values: npt.ArrayLike, scale: object = 1.0) -> npt.NDArray[np.ui
 def decode_e4m3(codes: npt.ArrayLike, scale: object = 1.0) -> npt.NDArray[np.float32]:
     """Float32 values of E4M3 codes (uint8 or float8_e4m3fn) of any shape, times ``scale``.
 
-    Exact where ``scale`` is 1 or a power of two; otherwise one float32 rounding.
+    The scale is one, or an array that broadcasts against the codes. Exact where
+    ``scale`` is 1 or a power of two; otherwise one float32 rounding.
     """
     array = np.asarray(codes)
     if array.dtype != np.uint8 and array.dtype != _E4M3:
         raise ArgumentTypeError(f"codes has dtype {array.dtype}; allowed are uint8 and float8_e4m3fn")
-    factor = np.float32(checked_scale("scale", scale))
+    factor = checked_scales("scale", scale)
     with np.errstate(over="ignore", under="ignore"):
         product: npt.NDArray[np.float32] = array.view(_E4M3).astype(np.float32) * factor
     return product
@@ -77,6 +78,27 @@ def checked_scale(name: str, value: object) -> float:
     if not (math.isfinite(rounded) and rounded > 0.0):
         raise ArgumentValueError(
             f"{name} is {number!r}, which is {rounded!r} as float32; it must be finite and > 0 as float32"
+        )
+    return rounded
+
+
+def checked_scales(name: str, value: object) -> npt.NDArray[np.float32]:
+    """One dequantisation scale or a host array of them, as float32.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: as `checked_scale`, of every element.
+    """
+    if not isinstance(value, np.ndarray) or value.ndim == 0:
+        return np.array(checked_scale(name, value), np.float32)
+    if value.dtype.kind not in "fiu" and value.dtype != BFLOAT16:
+        raise ArgumentTypeError(f"{name} has dtype {value.dtype}; only real numbers are allowed")
+    with np.errstate(over="ignore", under="ignore"):
+        rounded: npt.NDArray[np.float32] = value.astype(np.float32)
+    wrong = ~(np.isfinite(rounded) & (rounded > 0.0))
+    if wrong.any():
+        at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        raise ArgumentValueError(
+            f"{name}[{', '.join(map(str, at))}] is {value[at]!r}; it must be finite and > 0 as float32"
         )
     return rounded
 

@@ -71,8 +71,10 @@ class CacheLayout:
         head_dim: values of one head: even, for NVFP4 a multiple of 16.
         block_size: tokens of one block, > 0.
         block_stride_override: bytes from one block to the next, at least ``block_bytes``, for pools
-            with padding or with K and V interleaved; None = tight. A BF16 cache is always tight.
+            with padding, with K and V interleaved, or of many layers; None = tight. BF16: an even number.
         data_section_override: byte offset of the scale section in its block; None = tight. NVFP4 only.
+        heads_first: the order of a block's rows is ``[num_kv_heads, block_size, ...]`` (HND) instead of
+            ``[block_size, num_kv_heads, ...]`` (NHD), in both sections.
 
     Raises:
         ArgumentTypeError: a size that is not an integer, or a format that is none.
@@ -85,6 +87,7 @@ class CacheLayout:
     block_size: int
     block_stride_override: int | None = None
     data_section_override: int | None = None
+    heads_first: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, CacheFormat):
@@ -110,12 +113,8 @@ class CacheLayout:
         override = self.block_stride_override
         if override is None:
             return
-        _check_size("block_stride_override", override, minimum=self.block_bytes)
-        if self.format == BF16 and override != self.block_bytes:
-            raise ArgumentValueError(
-                f"block_stride_override is {override}; a bf16 cache is contiguous, "
-                f"only {self.block_bytes} and None are allowed"
-            )
+        item = self.pool_dtype.itemsize
+        _check_size("block_stride_override", override, minimum=self.block_bytes, multiple=item)
 
     @property
     def _tight_data_bytes(self) -> int:
@@ -169,6 +168,8 @@ class CacheLayout:
         _check_size("num_blocks", num_blocks, minimum=0)
         if self.format == NVFP4 or self.block_stride_bytes != self.block_bytes:
             return (num_blocks, self.cache_stride)
+        if self.heads_first:
+            return (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         return (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
 

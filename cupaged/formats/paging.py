@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats.bf16 import as_float32, decode_bf16, encode_bf16
-from cupaged.formats.fp8 import checked_scale, decode_e4m3, encode_e4m3
+from cupaged.formats.fp8 import checked_scale, checked_scales, decode_e4m3, encode_e4m3
 from cupaged.formats.layout import BF16, FP8, NVFP4, CacheLayout
 from cupaged.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 
@@ -52,7 +52,8 @@ def block_sections(pool: npt.NDArray[Any], layout: CacheLayout) -> tuple[npt.NDA
 
     Returns:
         BF16: one view uint16 ``[num_blocks, block_size, num_kv_heads, head_dim]``; FP8: the same in uint8;
-        NVFP4: codes uint8 ``[..., head_dim / 2]`` and scales uint8 ``[..., head_dim / 16]``.
+        NVFP4: codes uint8 ``[..., head_dim / 2]`` and scales uint8 ``[..., head_dim / 16]``. Of a layout with
+        heads first too, by strides.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: as `pool_num_blocks`.
@@ -75,13 +76,19 @@ def _section(
     offset: int,
     head_bytes: int,
 ) -> npt.NDArray[Any]:
-    token_bytes = layout.num_kv_heads * head_bytes
+    token_rows = 1 if layout.heads_first else layout.num_kv_heads
+    head_rows = layout.block_size if layout.heads_first else 1
     section: npt.NDArray[Any] = np.ndarray(
         shape=(num_blocks, layout.block_size, layout.num_kv_heads, head_bytes // bits.itemsize),
         dtype=bits,
         buffer=raw,
         offset=offset if num_blocks else 0,
-        strides=(layout.block_stride_bytes, token_bytes, head_bytes, bits.itemsize),
+        strides=(
+            layout.block_stride_bytes,
+            token_rows * head_bytes,
+            head_rows * head_bytes,
+            bits.itemsize,
+        ),
     )
     return section
 
@@ -102,7 +109,8 @@ def write_tokens(
         values: ``[num_tokens, num_kv_heads, head_dim]``, dtypes of `as_float32`.
         slot_mapping: integers ``[num_tokens]``, slot = block * block_size + offset in the block.
             Negative slots are skipped, slots beyond the pool are dropped; of equal slots the last wins.
-        scale: FP8 dequantisation scale (x / scale is stored); other formats allow only 1.
+        scale: dequantisation scale (x / scale is stored), one or ``[num_kv_heads]``: that of FP8, or the
+            second level of NVFP4; BF16 allows only 1.
 
     Raises:
         ArgumentTypeError: wrong dtype.
@@ -138,7 +146,7 @@ def gather_tokens(
         layout: of the pool.
         block_table: integers ``[max_blocks_per_seq]``; columns past the sequence's last block are not read.
         seq_len: tokens of the sequence.
-        scale: FP8 dequantisation scale; other formats allow only 1.
+        scale: see `write_tokens`.
 
     Returns:
         float32 ``[seq_len, num_kv_heads, head_dim]``. A token whose block is outside the pool, or past the
@@ -165,20 +173,39 @@ def gather_tokens(
 
 def _encode(layout: CacheLayout, values: npt.NDArray[Any], scale: object) -> tuple[npt.NDArray[Any], ...]:
     if layout.format == FP8:
-        return (encode_e4m3(values, scale),)
-    _require_unit_scale(layout, scale)
+        return (encode_e4m3(values, _head_scales(layout, scale)),)
     if layout.format == BF16:
+        _require_unit_scale(layout, scale)
         return (encode_bf16(values),)
-    return quantize_nvfp4(as_float32("values", values))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        scaled = as_float32("values", values) / checked_scales("scale", _head_scales(layout, scale))
+    return quantize_nvfp4(scaled)
 
 
 def _decode(
     layout: CacheLayout, rows: tuple[npt.NDArray[Any], ...], scale: object
 ) -> npt.NDArray[np.float32]:
     if layout.format == FP8:
-        return decode_e4m3(rows[0], scale)
-    _require_unit_scale(layout, scale)
-    return decode_bf16(rows[0]) if layout.format == BF16 else dequantize_nvfp4(*rows)
+        return decode_e4m3(rows[0], _head_scales(layout, scale))
+    if layout.format == BF16:
+        _require_unit_scale(layout, scale)
+        return decode_bf16(rows[0])
+    with np.errstate(over="ignore", under="ignore"):
+        product: npt.NDArray[np.float32] = dequantize_nvfp4(*rows) * checked_scales(
+            "scale", _head_scales(layout, scale)
+        )
+    return product
+
+
+def _head_scales(layout: CacheLayout, scale: object) -> object:
+    """A scale for each KV head as it broadcasts against ``[..., num_kv_heads, head_dim]``; one as it is."""
+    if not isinstance(scale, np.ndarray) or scale.ndim == 0:
+        return scale
+    if scale.shape != (layout.num_kv_heads,):
+        raise ArgumentValueError(
+            f"scale has shape {scale.shape}; allowed are () and ({layout.num_kv_heads},)"
+        )
+    return scale[:, None]
 
 
 def _require_unit_scale(layout: CacheLayout, scale: object) -> None:

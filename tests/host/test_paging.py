@@ -38,6 +38,10 @@ LAYOUTS = [
     CacheLayout(FP8, 2, 32, 4, block_stride_override=300),
     CacheLayout(NVFP4, 2, 32, 4),
     CacheLayout(NVFP4, 2, 32, 4, block_stride_override=192, data_section_override=144),
+    CacheLayout(BF16, 2, 32, 4, block_stride_override=1100),
+    CacheLayout(BF16, 2, 32, 4, heads_first=True),
+    CacheLayout(FP8, 2, 32, 4, block_stride_override=300, heads_first=True),
+    CacheLayout(NVFP4, 2, 32, 4, block_stride_override=192, data_section_override=144, heads_first=True),
 ]
 
 
@@ -91,8 +95,9 @@ class TestLayout:
     def test_override_rules(self) -> None:
         with pytest.raises(ArgumentValueError, match=r"block_stride_override is 255; .*256"):
             CacheLayout(FP8, 2, 32, 4, block_stride_override=255)
-        with pytest.raises(ArgumentValueError, match="bf16 cache is contiguous"):
-            CacheLayout(BF16, 2, 32, 4, block_stride_override=1024)
+        with pytest.raises(ArgumentValueError, match=r"block_stride_override is 1025; .*multiple of 2"):
+            CacheLayout(BF16, 2, 32, 4, block_stride_override=1025)
+        assert CacheLayout(BF16, 2, 32, 4, block_stride_override=1024).cache_stride == 512
         with pytest.raises(ArgumentValueError, match="fp8 has no scale section"):
             CacheLayout(FP8, 2, 32, 4, data_section_override=256)
         with pytest.raises(ArgumentValueError, match="data_section_override is 127"):
@@ -201,12 +206,30 @@ class TestPools:
         with pytest.raises(ArgumentValueError, match="scale is"):
             gather_tokens(pool, layout, [0], 1, scale=0.0)
 
-    def test_only_fp8_has_a_scale(self, layout: CacheLayout) -> None:
+    def test_scales_of_a_pool(self, layout: CacheLayout) -> None:
+        """FP8 has one, NVFP4 a second level, BF16 none; each head may have its own."""
         pool = filled_pool(layout, 2).array
         if layout.format == FP8:
             write_tokens(pool, layout, np.full((1, 2, 32), 3.0), [0], scale=2.0)
             assert (block_sections(pool, layout)[0][0, 0] == 0x3C).all()
             assert (gather_tokens(pool, layout, [0], 1, scale=np.float64(2.0)) == 3.0).all()
+        elif layout.format == NVFP4:
+            tokens = exact_tokens(layout, 1)
+            by_head = np.array([0.5, 4.0])
+            for scale in (2.0, by_head):
+                factors = np.broadcast_to(scale, 2)[:, None]
+                write_tokens(pool, layout, tokens * factors, [0], scale=scale)
+                plain = filled_pool(layout, 2).array
+                write_tokens(plain, layout, tokens, [0])
+                for section, same in zip(
+                    block_sections(pool, layout), block_sections(plain, layout), strict=True
+                ):
+                    np.testing.assert_array_equal(section[0, 0], same[0, 0])
+                np.testing.assert_array_equal(
+                    gather_tokens(pool, layout, [0], 1, scale=scale), tokens * factors
+                )
+            with pytest.raises(ArgumentValueError, match=r"scale has shape \(3,\)"):
+                write_tokens(pool, layout, tokens, [0], scale=np.ones(3))
         else:
             with pytest.raises(ArgumentValueError, match=f"{layout.format.name} has no pool scale"):
                 write_tokens(pool, layout, exact_tokens(layout, 1), [0], scale=2.0)

@@ -1,0 +1,1 @@
+"""Decode over arrays of other libraries."""

@@ -1,0 +1,171 @@
+"""DLPack capsules of both generations, made here from the structs, read without a library that made them."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cupaged import dlpack
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.interop import device_array
+from tests.fake_backend import FakeBackend
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+CODES = {
+    "int8": (0, 8, 1),
+    "int32": (0, 32, 1),
+    "int64": (0, 64, 1),
+    "uint8": (1, 8, 1),
+    "uint16": (1, 16, 1),
+    "float16": (2, 16, 1),
+    "float32": (2, 32, 1),
+    "bfloat16": (4, 16, 1),
+    "float8_e4m3fn": (10, 8, 1),
+}
+
+
+class Producer:
+    """Lends a NumPy array with structs written by hand.
+
+    Attributes:
+        streams: what each call was given.
+        returned: capsules that were given back.
+    """
+
+    def __init__(
+        self,
+        array: npt.NDArray[Any],
+        *,
+        versioned: bool = True,
+        read_only: bool = False,
+        device: tuple[int, int] = (1, 0),
+        code: tuple[int, int, int] | None = None,
+        compact: bool = False,
+        byte_offset: int = 0,
+        major: int = 1,
+    ) -> None:
+        self.array, self.device, self.versioned = array, device, versioned
+        self.streams: list[Any] = []
+        self.returned = 0
+        self.major, self.read_only = major, read_only
+        self._deleter = _DELETER(self._give_back)
+        sizes = ctypes.c_int64 * array.ndim
+        self._shape = sizes(*array.shape)
+        self._strides = sizes(*(step // array.itemsize for step in array.strides))
+        type_code, bits, lanes = code or CODES[array.dtype.name]
+        tensor = dlpack._Tensor(
+            array.ctypes.data - byte_offset, device[0], device[1], array.ndim, type_code, bits, lanes,
+            self._shape, None if compact else self._strides, byte_offset,
+        )  # fmt: skip
+        deleter = ctypes.cast(self._deleter, ctypes.c_void_p).value
+        self._managed: Any = (
+            dlpack._ManagedVersioned(major, 0, None, deleter, int(read_only), tensor)
+            if versioned
+            else dlpack._Managed(tensor, None, deleter)
+        )
+
+    def _give_back(self, _: int) -> None:
+        self.returned += 1
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, *, stream: Any = None, **newer: Any) -> Any:
+        if not self.versioned and newer:
+            raise TypeError("unexpected keyword argument 'max_version'")
+        assert not newer or newer["max_version"] >= (1, 0)
+        self.streams.append(stream)
+        name = b"dltensor_versioned" if self.versioned else b"dltensor"
+        return _new_capsule(ctypes.addressof(self._managed), name, None)
+
+
+generations = pytest.mark.parametrize("versioned", [True, False], ids=["versioned", "legacy"])
+
+
+@generations
+@pytest.mark.parametrize("name", CODES)
+def test_every_type_that_is_taken(versioned: bool, name: str) -> None:
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    array = np.arange(24).astype(dtype).reshape(2, 3, 4)
+    producer = Producer(array, versioned=versioned)
+    got = device_array(FakeBackend(), producer, 0)
+    assert got.dtype == dtype
+    assert got.ctypes.data == array.ctypes.data
+    np.testing.assert_array_equal(got.view(np.uint8), array.view(np.uint8))
+    assert producer.streams == [None]
+
+
+@generations
+def test_memory_is_given_back_once_when_the_last_view_goes(versioned: bool) -> None:
+    producer = Producer(np.arange(6, dtype=np.int32), versioned=versioned)
+    got = device_array(FakeBackend(), producer, 0)
+    view = got[2:]
+    del got
+    gc.collect()
+    assert producer.returned == 0
+    assert view.tolist() == [2, 3, 4, 5]
+    del view
+    gc.collect()
+    assert producer.returned == 1
+
+
+@generations
+def test_strides_and_offsets(versioned: bool) -> None:
+    wide = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+    for array in (wide[:, 1:3], wide[:, :, ::2], wide.transpose(2, 0, 1), wide[::-1], wide[:, :1]):
+        got = device_array(FakeBackend(), Producer(array, versioned=versioned, byte_offset=8), 0)
+        np.testing.assert_array_equal(got, array)
+        assert got.strides == array.strides
+    got = device_array(FakeBackend(), Producer(wide, versioned=versioned, compact=True), 0)
+    np.testing.assert_array_equal(got, wide)
+    empty = device_array(FakeBackend(), Producer(wide[:0], versioned=versioned), 0)
+    assert empty.shape == (0, 4, 5)
+
+
+def test_what_must_not_be_written() -> None:
+    array = np.arange(4, dtype=np.float32)
+    got = device_array(FakeBackend(), Producer(array, read_only=True), 0)
+    assert not got.flags.writeable
+    device_array(FakeBackend(), Producer(array), 0, writable=True)[0] = 5
+    assert array[0] == 5
+    with pytest.raises(ArgumentValueError, match="array: got a Producer that must not be written"):
+        device_array(FakeBackend(), Producer(array, read_only=True), 0, writable=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda a: Producer(a, code=(5, 64, 1)), "type code 5 with 64 bits and 1 lanes; allowed are"),
+        (lambda a: Producer(a, code=(2, 32, 4)), "type code 2 with 32 bits and 4 lanes"),
+        (lambda a: Producer(a, code=(17, 4, 1)), "type code 17 with 4 bits and 1 lanes"),
+        (lambda a: Producer(a, major=2), r"got DLPack 2\.0, allowed are versions up to 1"),
+        (lambda a: Producer(a, device=(2, 0)), "a Producer in the memory of a GPU, where the fake backend"),
+    ],
+)
+def test_what_is_refused(make: Callable[[Any], Producer], message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        device_array(FakeBackend(), make(np.arange(4, dtype=np.float32)), 0)
+
+
+def test_pairs_of_e2m1_values_are_bytes() -> None:
+    array = np.arange(4, dtype=np.uint8)
+    got = device_array(FakeBackend(), Producer(array, code=(17, 4, 2)), 0)
+    assert got.dtype == np.uint8
+    assert got.tolist() == [0, 1, 2, 3]
+
+
+def test_the_backends_own_objects_come_back_as_they_are() -> None:
+    gpu = FakeBackend()
+    for value in (4096, np.uint64(4096), np.zeros(3)):
+        assert device_array(gpu, value, 0) is value
