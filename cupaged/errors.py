@@ -19,6 +19,58 @@ class ArgumentTypeError(CupagedError, TypeError):
     """An argument has a type or dtype that is not allowed; the message names it and what is."""
 
 
+class CheckedModeError(CupagedError, ValueError):
+    """Checked mode found a value in device memory that a kernel must not be given.
+
+    Attributes:
+        array: the argument that holds it.
+        index: where it stands in the array, or None where the fault is no single element's.
+        value: what stands there, or None.
+    """
+
+    def __init__(
+        self, message: str, *, array: str, index: tuple[int, ...] | None = None, value: object = None
+    ) -> None:
+        super().__init__(message)
+        self.array = array
+        self.index = index
+        self.value = value
+
+
+class OutOfBlocksError(CupagedError, RuntimeError):
+    """Too few blocks of a pool are free; nothing was taken.
+
+    Attributes:
+        needed: blocks asked for.
+        free: blocks that were free.
+    """
+
+    def __init__(self, message: str, *, needed: int, free: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+
+
+class StoreError(CupagedError, RuntimeError):
+    """A file of cache blocks cannot be used as asked; the message names the file."""
+
+
+class StoreFormatError(StoreError):
+    """A file that is none of cache blocks, of another version, or of another layout."""
+
+
+class StoreDamagedError(StoreError):
+    """A file of cache blocks that is cut short or does not hold what its checksums say."""
+
+
+class StoreFullError(StoreError):
+    """There is no room for more blocks; what was stored before is as it was."""
+
+
+class StreamingCancelledError(CupagedError):
+    """A streaming decode was cancelled. Its output is not complete; everything can be used again."""
+
+
 class BackendUnavailableError(CupagedError, RuntimeError):
     """The backend asked for cannot run here (no GPU, no CuPy, no C++ compiler)."""
 
