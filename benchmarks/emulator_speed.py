@@ -16,7 +16,7 @@ import numpy as np
 
 from cupaged.backends.emulator import EmulatorBackend
 from cupaged.decode import Decoder
-from cupaged.formats import FORMATS, NVFP4, CacheFormat, CacheLayout
+from cupaged.formats import FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
 from cupaged.launch import KernelLaunch
 from cupaged.ops import reshape_and_cache_nvfp4
 
@@ -123,9 +123,19 @@ def planned_seconds(gpu: EmulatorBackend, fmt: CacheFormat, repeats: int) -> flo
     lengths = gpu.asarray(np.array(seq_lens, np.int32))
     output = gpu.empty(q.shape, ml_dtypes.bfloat16)
     decoder = Decoder(gpu, layout, 8, 4)
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if fmt is FP8 else {}
     return best_seconds(
         lambda: decoder.decode(
-            q, k_cache, v_cache, tables, lengths, output, num_seqs=4, max_blocks_per_seq=width, stream=0
+            q,
+            k_cache,
+            v_cache,
+            tables,
+            lengths,
+            output,
+            num_seqs=4,
+            max_blocks_per_seq=width,
+            stream=0,
+            **scales,
         ),
         repeats,
     )
@@ -154,7 +164,7 @@ def compile_seconds() -> dict[str, float]:
             gpu.kernel("bf16_absmax", "bf16_absmax").warm()
             middle = time.perf_counter()
             gpu.kernel("paged_decode_attn_bf16", "paged_decode_attn_bf16").warm(
-                head_dim=128, gqa_ratio=4, block_size=16
+                head_dim=128, gqa_ratio=4, num_kv_heads=2, block_size=16
             )
             return {
                 "compile_runtime_and_first_kernel_s": middle - start,

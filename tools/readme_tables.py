@@ -12,15 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cupaged.support import matrix
+from tools.performance_tables import performance, table
+from tools.robustness_tables import robustness
+from tools.streaming_tables import several_gpus, streaming
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -38,24 +37,6 @@ def where(result: dict[str, Any]) -> str:
     """The device and versions of a result."""
     device = result["device"]
     return f"one {device['gpu']}, CuPy {device['cupy']}, NVRTC {device['nvrtc']}"
-
-
-def checks() -> str:
-    """Counts of the suite and of the sanitizer."""
-    rows = []
-    for name, title in (
-        ("tests", "test suite"),
-        ("memcheck", "kernel tests under compute-sanitizer memcheck"),
-        ("racecheck", "kernel tests under compute-sanitizer racecheck"),
-    ):
-        result = load(name)
-        if result is None:
-            rows.append([title, "not measured", "", ""])
-            continue
-        failed = result["failures"] + result["errors"]
-        reports = str(result["reports"]) if "reports" in result else ""
-        rows.append([title, str(result["tests"] - result["skipped"]), str(failed), reports])
-    return table(["on the GPU", "tests run", "failed", "sanitizer reports"], rows)
 
 
 def differences() -> str:
@@ -112,56 +93,31 @@ def demo() -> str:
     return caption + table(header, rows)
 
 
-def decode() -> str:
-    """Throughput of the decoder."""
-    result = load("decode")
-    if result is None:
-        return "Decode throughput: not measured."
-    output = result["output"]
-    rows: dict[str, dict[str, str]] = {}
-    for row in output["rows"]:
-        cell = f"{row['median_us']:.1f} ({100 * row['share_of_ceiling']:.0f}%)"
-        rows.setdefault(row["load"], {})[row["format"]] = cell
-    ceiling = output["ceiling"]["read_bytes_per_us"] / 1e6
-    intro = (
-        f"`Decoder`, microseconds a call inside a CUDA graph over rotating random block tables (cold L2), in "
-        f"brackets the share of the read ceiling of the same run, {ceiling:.2f} TB/s; medians (log-uniform: "
-        "lengths of 128 to 32768):\n\n"
-    )
-    body = [
-        [load_name, *(cells.get(f, "") for f in ("bf16", "fp8", "nvfp4"))]
-        for load_name, cells in rows.items()
-    ]
-    return intro + table(["q/kv heads, sequences x tokens", "bf16", "fp8", "nvfp4"], body)
-
-
-def jit() -> str:
-    """Compilation and loading."""
-    result = load("jit_times")
-    if result is None:
-        return "Compile times: not measured."
-    rows = []
-    for row in result["output"]["rows"]:
-        rows.append([row["module"], f"{row['cold_ms']:.0f}", f"{row['from_disk_ms']:.0f}"])
-    return table(["first use of a kernel, head_dim 128", "compiled, ms", "from the disk cache, ms"], rows)
-
-
 def results() -> str:
     """The section of measured figures."""
-    measured = next((r for r in map(load, ("tests", "decode", "demo")) if r is not None), None)
+    measured = next((r for r in map(load, ("performance", "tests", "demo")) if r is not None), None)
     title = "## Measured\n\n"
     if measured is None:
         return title + "Nothing yet."
     intro = (
         f"On {where(measured)}, by the programs behind `make gpu`; the files are in `benchmarks/results/`, "
-        "the tables come from them (`python -m tools.readme_tables`).\n\n"
+        "the tables come from them (`python -m tools.readme_tables`)."
     )
-    return title + intro + "\n\n".join((decode(), demo(), jit(), checks(), differences()))
+    sections = {
+        "Speed": performance(load("performance")),
+        "Contexts beyond one GPU": "\n\n".join(
+            (streaming(load("streaming")), several_gpus(load("multi_gpu")))
+        ),
+        "Robustness": "\n\n".join((robustness(load), differences())),
+        "A small model": demo(),
+    }
+    return title + intro + "".join(f"\n\n### {name}\n\n{body}" for name, body in sections.items())
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "example": example("minimal.py"),
     "decoder": example("decoder.py"),
+    "support": matrix,
     "results": results,
 }
 
