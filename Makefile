@@ -45,7 +45,23 @@ gpu: $(READY)
 	$(PY) -m tools.gpu --out $(OUT) $(STEPS)
 
 bench: $(READY)
-	$(PY) -m benchmarks.decode $(BENCH_ARGS)
+	$(PY) -m benchmarks $(BENCH_ARGS)
+
+# The documentation's site, strictly: a warning or a broken link is an error. Its tools have an environment of their own.
+DOCS_VENV := build/docs-venv
+ifdef PYTHON
+DOCS_PY := $(PYTHON)
+DOCS_READY :=
+else
+DOCS_PY := $(DOCS_VENV)/bin/python
+DOCS_READY := $(DOCS_VENV)/ready
+endif
+.PHONY: docs
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_PY) -m mkdocs build --strict
+
+$(DOCS_VENV)/ready: pyproject.toml tools/bootstrap.sh
+	@sh tools/bootstrap.sh docs $(DOCS_VENV)
 
 .PHONY: compiler
 compiler:

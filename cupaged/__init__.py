@@ -14,55 +14,87 @@ from cupaged.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     BackendUnavailableError,
+    CheckedModeError,
     CompileError,
     CupagedError,
     KernelFault,
     KernelSourceError,
     LaunchError,
+    OutOfBlocksError,
 )
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.pointers import DevicePtr
 from cupaged.registry import div_ceil
+from cupaged.version import __version__
 
 if TYPE_CHECKING:
     from cupaged.backends.cupy import CupyBackend
     from cupaged.backends.emulator import EmulatorBackend
-
-__version__ = "0.1.0"
+    from cupaged.blocks import BlockAllocator
+    from cupaged.checked import checked_mode
+    from cupaged.kv import KVCache
+    from cupaged.merge import merge_states
+    from cupaged.streaming import StreamingDecoder
 
 __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
     "BackendUnavailableError",
+    "BlockAllocator",
+    "CheckedModeError",
     "CompileError",
     "CupagedError",
     "CupyBackend",
     "DevicePtr",
     "EmulatorBackend",
     "GpuBackend",
+    "KVCache",
     "KernelFault",
     "KernelHandle",
     "KernelLaunch",
     "KernelSourceError",
     "LaunchError",
+    "OutOfBlocksError",
+    "StreamingDecoder",
     "__version__",
+    "checked_mode",
     "div_ceil",
+    "merge_states",
 ]
 
 
-_SUBMODULES = ("calibration", "decode", "formats", "ops", "reference")
+_SUBMODULES = (
+    "ahead",
+    "blocks",
+    "calibration",
+    "cascade",
+    "decode",
+    "formats",
+    "interop",
+    "kv",
+    "ops",
+    "reference",
+    "streaming",
+    "support",
+    "tables",
+)
+
+# Public names that are loaded when they are first asked for -> the module that has them.
+_LAZY = {
+    "BlockAllocator": "cupaged.blocks",
+    "CupyBackend": "cupaged.backends.cupy",
+    "EmulatorBackend": "cupaged.backends.emulator",
+    "KVCache": "cupaged.kv",
+    "StreamingDecoder": "cupaged.streaming",
+    "checked_mode": "cupaged.checked",
+    "merge_states": "cupaged.merge",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "CupyBackend":
-        from cupaged.backends.cupy import CupyBackend
-
-        return CupyBackend
-    if name == "EmulatorBackend":
-        from cupaged.backends.emulator import EmulatorBackend
-
-        return EmulatorBackend
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"cupaged.{name}")
     raise AttributeError(f"module 'cupaged' has no attribute {name!r}")

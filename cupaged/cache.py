@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cupaged import cache_dir
+from cupaged import cache_dir, environment
 
-MAX_BYTES_VARIABLE = "CUPAGED_CACHE_MAX_BYTES"
+MAX_BYTES_VARIABLE = environment.CACHE_MAX_BYTES.name
 DEFAULT_MAX_BYTES = 1 << 30
 
 # Folder of a backend's entries -> how their names end. Nothing else in the cache folder is ever removed.
@@ -90,7 +90,7 @@ def total_bytes(folder: Path | None = None) -> int:
 
 def max_bytes() -> int:
     """The cap: ``$CUPAGED_CACHE_MAX_BYTES``, else 1 GiB. A value that is no number gives one warning."""
-    given = os.environ.get(MAX_BYTES_VARIABLE, "").strip()
+    given = environment.CACHE_MAX_BYTES.get()
     if not given:
         return DEFAULT_MAX_BYTES
     if given.isascii() and given.isdigit():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from cupaged import environment
 from cupaged.errors import BackendUnavailableError
 
-DIR_VARIABLE = "CUPAGED_CACHE_DIR"
+DIR_VARIABLE = environment.CACHE_DIR.name
 
 _lock = threading.Lock()
 _temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -81,9 +81,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _wanted_dir() -> Path:
-    if own := os.environ.get(DIR_VARIABLE):
+    if own := environment.CACHE_DIR.get():
         return Path(own).expanduser().absolute()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
+    if xdg := environment.XDG_CACHE_HOME.get():
         return Path(xdg).absolute() / "cupaged"
     return Path.home() / ".cache" / "cupaged"
 

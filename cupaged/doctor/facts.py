@@ -16,19 +16,9 @@ import cupaged
 from cupaged import cache, cache_dir
 from cupaged.backends.cupy import installation, nvrtc
 from cupaged.backends.emulator.compiler import find_compiler
+from cupaged.environment import read_by
 from cupaged.errors import BackendUnavailableError, KernelSourceError
 from cupaged.source import kernels_dir
-
-VARIABLES = (
-    cache_dir.DIR_VARIABLE,
-    cache.MAX_BYTES_VARIABLE,
-    "XDG_CACHE_HOME",
-    "HOME",
-    "CXX",
-    "CUDA_PATH",
-    "CUDA_HOME",
-    "CUDA_VISIBLE_DEVICES",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +96,7 @@ def collect() -> Facts:
         kernels=_kernels(),
         compiler=_compiler(),
         cache=_cache(),
-        environment={name: os.environ.get(name) for name in VARIABLES},
+        environment={v.name: os.environ.get(v.name) for v in read_by("package", "CUDA")},
     )
 
 
