@@ -1,58 +1,49 @@
-"""FP8 with calibrated scales, and the `Decoder`: `python examples/decoder.py`."""
+"""FP8 with calibrated scales, a `KVCache` and its `Decoder`: `python examples/decoder.py`."""
 
 import ml_dtypes
 import numpy as np
 
-from cupaged import EmulatorBackend
+from cupaged import BlockAllocator, EmulatorBackend, KVCache
 from cupaged.calibration import Fp8Calibration
 from cupaged.decode import Decoder
-from cupaged.formats import FP8, CacheLayout, gather_tokens
-from cupaged.ops import reshape_and_cache_fp8
+from cupaged.formats import FP8, CacheLayout
+from cupaged.tables import sequence_tables, token_slots
 
 LENGTHS, Q_HEADS, BLOCKS = [70, 9], 12, 8
 layout = CacheLayout(FP8, num_kv_heads=4, head_dim=128, block_size=32)
-row = layout.num_kv_heads * layout.head_dim  # elements of one token of K or V
 gpu = EmulatorBackend()  # on a GPU: cupaged.CupyBackend()
 stream = gpu.null_stream()
 rng = np.random.default_rng(0)
 
-# Both sequences' tokens, one after the other, and where each goes: block 3, 0, 6 and block 5.
-key, value = (rng.standard_normal((sum(LENGTHS), row)).astype(ml_dtypes.bfloat16) for _ in range(2))
-tables = np.array([[3, 0, 6], [5, -1, -1]], np.int32)  # what no token needs may be anything
-slots = [tables[s, t // 32] * 32 + t % 32 for s, n in enumerate(LENGTHS) for t in range(n)]
+# Both sequences' tokens, one after the other: three blocks for the first, one for the second.
+shape = (sum(LENGTHS), layout.num_kv_heads, layout.head_dim)
+key, value = (gpu.asarray(rng.standard_normal(shape).astype(ml_dtypes.bfloat16)) for _ in range(2))
+allocator = BlockAllocator(BLOCKS, layout.block_size)
+tables, seq_lens = sequence_tables([allocator.allocate(n) for n in LENGTHS])
+slots = gpu.asarray(token_slots(tables, [0, 0], LENGTHS, layout.block_size))
 
-# One scale for each tensor: the largest magnitude becomes 448, the largest E4M3 value. Writer and decoder
-# need the same ones; K's and V's must not be swapped.
+# One scale for each tensor: the largest magnitude becomes 448, the largest E4M3 value. The cache keeps them
+# for those who write and those who read.
 scales = []
 for tensor in (key, value):
     calibration = Fp8Calibration(gpu)
-    calibration.update(gpu.asarray(tensor), len(tensor), row, row, stream)
+    row = layout.num_kv_heads * layout.head_dim  # elements of a token
+    calibration.update(tensor, sum(LENGTHS), row, row, stream)
     scales.append(calibration.scale())
+cache = KVCache(gpu, layout, BLOCKS, k_scale=scales[0], v_scale=scales[1])
+cache.write(key, value, slots, stream=stream)
 
-k_cache, v_cache = (gpu.zeros(layout.pool_shape(BLOCKS), layout.pool_dtype) for _ in range(2))
-write = gpu.kernel("reshape_and_cache_fp8", "reshape_and_cache_fp8")
-reshape_and_cache_fp8(
-    gpu, write, gpu.asarray(key), gpu.asarray(value), k_cache, v_cache,
-    gpu.asarray(np.array(slots, np.int64)), len(slots), layout.num_kv_heads, layout.head_dim,
-    layout.block_size, *scales, row, row, layout.cache_stride, stream,
-)  # fmt: skip
-
-decoder = Decoder(gpu, layout, num_q_heads=Q_HEADS, max_seqs=2)
+decoder = Decoder.for_cache(cache, num_q_heads=Q_HEADS, max_seqs=2)
 q = rng.standard_normal((2, Q_HEADS, layout.head_dim)).astype(ml_dtypes.bfloat16)
-output = gpu.empty(q.shape, ml_dtypes.bfloat16)
 lse = gpu.empty(q.shape[:2], np.float32)
-decoder.decode(
-    gpu.asarray(q), k_cache, v_cache, gpu.asarray(tables), gpu.asarray(np.array(LENGTHS, np.int32)), output,
-    num_seqs=2, max_blocks_per_seq=3, stream=stream, lse=lse, k_scale=scales[0], v_scale=scales[1],
-)  # fmt: skip
+output = decoder.decode(
+    gpu.asarray(q), cache, gpu.asarray(tables), gpu.asarray(seq_lens), stream=stream, lse=lse
+)
 
 # The same in NumPy, on what the cache holds: query head h reads KV head h // 3.
-pools = [gpu.to_host(pool) for pool in (k_cache, v_cache)]
 for s, n in enumerate(LENGTHS):
-    k, v = (
-        np.repeat(gather_tokens(pool, layout, tables[s], n, scale=scale).astype(np.float64), 3, axis=1)
-        for pool, scale in zip(pools, scales, strict=True)
-    )
+    stored = cache.gather(gpu.asarray(tables[s]), n, stream=stream)
+    k, v = (np.repeat(gpu.to_host(x).astype(np.float64), 3, axis=1) for x in stored)
     weights = np.exp(np.einsum("hd,thd->ht", q[s].astype(np.float64), k) / np.sqrt(layout.head_dim))
     expected = np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), v)
     got = gpu.to_host(output)[s].view(ml_dtypes.bfloat16).astype(np.float64)

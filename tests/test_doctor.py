@@ -1,4 +1,4 @@
-"""``python -m cupaged``: the doctor and the upkeep of the cache."""
+"""``cupaged doctor``: what it finds, and what it says of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged import __main__, cache, doctor, ops
+from cupaged import __main__, doctor, ops
 from cupaged.backends.cupy import installation
 from cupaged.doctor import facts, selftest
 from cupaged.doctor.selftest import Result
@@ -202,60 +202,3 @@ def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_sizes_as_people_read_them(num_bytes: int, text: str) -> None:
     assert doctor.readable_bytes(num_bytes) == text
-
-
-# ---- python -m cupaged cache
-
-
-@pytest.fixture
-def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CUPAGED_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("CUPAGED_CACHE_MAX_BYTES", "4096")
-    for name in ("cubin/a.bin", "cubin/b.bin", "emulator/c.so"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(bytes(1024))
-    return tmp_path
-
-
-def test_cache_is_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["cache"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"folder    {filled}",
-        "cubin     2 entries, 2.0 KiB",
-        "emulator  1 entries, 1.0 KiB",
-        "size      3.0 KiB of 4.0 KiB",
-    ]
-
-
-def test_cache_is_cleared(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["cache", "--clear"]) == 0
-    assert capsys.readouterr().out == f"{filled}: removed 3 entries, 3.0 KiB\n"
-    assert cache.entries(filled) == []
-
-
-def test_cache_that_cannot_be_cleared(
-    filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stays = filled / "cubin" / "a.bin"
-    monkeypatch.setattr(cache, "clear", lambda folder: cache.Cleared(2, 2048, (stays,)))
-    assert __main__.main(["cache", "--clear"]) == 1
-    assert capsys.readouterr().err == f"cannot remove {stays}\n"
-
-
-def test_no_home_no_cache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("CUPAGED_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    assert __main__.main(["cache"]) == 1
-    assert "set CUPAGED_CACHE_DIR" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [(), ("docter",), ("doctor", "--xml")])
-def test_a_wrong_command_shows_how(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        __main__.main(arguments)
-    assert caught.value.code == 2
-    assert "usage: python -m cupaged" in capsys.readouterr().err

@@ -22,6 +22,11 @@ LIGHT = [
     "cupaged.launch",
     "cupaged.decode",
     "cupaged.calibration",
+    "cupaged.blocks",
+    "cupaged.tables",
+    "cupaged.kv",
+    "cupaged.merge",
+    "cupaged.interop",
 ]
 # What CuPy and the compilers come with; a GPU driver or a compiler may hang, cost seconds, or not be there.
 HEAVY = ("cupy", "cupy_backends", "cuda", "subprocess", "cupaged.backends.cupy", "cupaged.backends.emulator")
@@ -55,7 +60,7 @@ def test_importing_loads_neither_cupy_nor_a_compiler(module: str) -> None:
 def test_importing_works_without_cupy() -> None:
     code = (
         "import sys; sys.modules['cupy'] = sys.modules['cupy_backends'] = None\n"
-        "import cupaged, cupaged.ops, cupaged.decode, cupaged.calibration\n"
+        "import cupaged, cupaged.ops, cupaged.decode, cupaged.calibration, cupaged.kv, cupaged.merge\n"
         "try:\n    cupaged.CupyBackend()\n"
         "except cupaged.BackendUnavailableError as error:\n    print(error)\n"
     )
@@ -75,6 +80,16 @@ def test_backends_are_loaded_when_they_are_named() -> None:
         "print('cupy' in sys.modules)\n"
     )
     assert fresh(code) == "False\n"
+
+
+def test_lazy_names_load_no_backend_and_no_other_library() -> None:
+    code = (
+        "import sys, cupaged\n"
+        "assert 'cupaged.kv' not in sys.modules and 'cupaged.merge' not in sys.modules\n"
+        "cupaged.KVCache, cupaged.BlockAllocator, cupaged.merge_states, cupaged.interop, cupaged.tables\n"
+        "print([m for m in ('cupy', 'torch', 'jax', 'numba') if m in sys.modules])\n"
+    )
+    assert fresh(code) == "[]\n"
 
 
 def test_every_public_name_is_there_and_documented() -> None:

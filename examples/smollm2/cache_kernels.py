@@ -10,7 +10,8 @@ from typing import Any
 
 from cupaged import ops
 from cupaged.backends.base import GpuBackend
-from cupaged.formats import CacheLayout
+from cupaged.formats import NVFP4, CacheLayout
+from cupaged.registry.decode import is_joined
 
 NO_WINDOW = 0  # sliding_window: attend over the whole sequence
 
@@ -87,8 +88,18 @@ class CacheKernels(abc.ABC):
 
     def _compile(self) -> None:
         head_dim, block_size = self.layout.head_dim, self.layout.block_size
-        ratio = self.num_q_heads // self.layout.num_kv_heads
-        decode = {"head_dim": head_dim, "gqa_ratio": ratio, "block_size": block_size}
+        num_kv_heads = self.layout.num_kv_heads
+        ratio = self.num_q_heads // num_kv_heads
+        decode = {
+            "head_dim": head_dim,
+            "gqa_ratio": ratio,
+            "num_kv_heads": num_kv_heads,
+            "block_size": block_size,
+        }
+        if self.layout.format == NVFP4:  # an NVFP4 block may come in one copy
+            decode["joined"] = int(
+                is_joined(block_size, num_kv_heads, head_dim, self.layout.data_section_bytes)
+            )
         constants = [
             (self.writer, {"head_dim": head_dim, "block_size": block_size}),
             (self.single_pass, decode),

@@ -52,9 +52,27 @@ class ChatTokenizer:
             user: the user's one turn.
             system: system prompt; None leaves the template's own default.
         """
-        messages = [{"role": "user", "content": user}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
+        return self.render([*_messages("system", system), *_messages("user", user)])
+
+    def next_turn(self, user: str, answer: str, follow_up: str, *, system: str | None = None) -> str:
+        """What the template puts between an answer and where the next answer begins.
+
+        Args:
+            user: the turn before the answer.
+            answer: as it was generated.
+            follow_up: the user's next turn.
+            system: as for `chat_prompt`.
+        """
+        before = self.chat_prompt(user, system=system) + answer
+        messages = [*_messages("system", system), *_messages("user", user)]
+        messages += [*_messages("assistant", answer), *_messages("user", follow_up)]
+        whole = self.render(messages)
+        if not whole.startswith(before):
+            raise ValueError("the chat template changes an answer that stands in a longer conversation")
+        return whole[len(before) :]
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """A conversation, by its turns, up to where the next answer begins."""
         return self._template.render(messages=messages, add_generation_prompt=True)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
@@ -75,6 +93,10 @@ class ChatTokenizer:
         rest = self.decode(seen)[emitted:]
         if rest:
             yield rest
+
+
+def _messages(role: str, content: str | None) -> list[dict[str, str]]:
+    return [] if content is None else [{"role": role, "content": content}]
 
 
 def _split_merge(rule: str) -> tuple[str, str]:

@@ -1,0 +1,76 @@
+"""The documentation's sources: drawings as drawn, every public name in its place, links that lead somewhere.
+
+`make docs` builds the site and looks at the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import cupaged
+from tools import drawings
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+REFERENCE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+LINK = re.compile(r"\[[^\]]+\]\((?!https?:|#)([^)#\s]+)(?:#[^)]*)?\)")
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def referenced() -> set[str]:
+    return {name for page in (DOCS / "api").glob("*.md") for name in REFERENCE.findall(page.read_text())}
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_drawings_are_up_to_date(name: str) -> None:
+    expected = drawings.DRAWINGS[name]().svg()
+    assert (drawings.PICTURES / name).read_text() == expected, "run python -m tools.drawings"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = referenced()
+    missing = []
+    for name in set(cupaged.__all__) - {"__version__"}:
+        home = getattr(cupaged, name).__module__
+        parents = {home.rsplit(".", i)[0] for i in range(home.count(".") + 1)} - {"cupaged"}
+        if not pages & {*parents, f"{home}.{name}", *(f"{parent}.{name}" for parent in parents)}:
+            missing.append(f"{home}.{name}")
+    assert not missing
+
+
+def test_every_public_module_is_in_the_reference() -> None:
+    modules = {f"cupaged.{name}" for name in cupaged._SUBMODULES}
+    assert modules <= referenced()
+
+
+@pytest.mark.parametrize("name", sorted(referenced()))
+def test_what_the_reference_names_exists(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute)
+
+
+PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    made = {
+        "changelog.md",
+        *(f"lessons/{notebook.stem}.md" for notebook in (ROOT / "examples/notebooks").glob("*.py")),
+    }
+    for target in LINK.findall(CODE.sub("", page.read_text())):
+        file = (page.parent / target).resolve()
+        assert file.exists() or (file.is_relative_to(DOCS) and file.relative_to(DOCS).as_posix() in made), (
+            target
+        )
+
+
+def test_pictures_of_the_notebooks_are_small() -> None:
+    assert all(path.stat().st_size < 100_000 for path in (DOCS / "pictures").iterdir())
