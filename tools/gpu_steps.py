@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 WORKERS = "8"
 DEMO = "examples.smollm2.demo"
+MAX_KINDS = 60  # lines of sanitizer reports that a JSON keeps
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
@@ -74,15 +76,26 @@ class Suite:
 
 class Sanitizer(Suite):
     """Small cases of every kernel and class of specialisation under a tool of compute-sanitizer, unpooled
-    memory."""
+    memory. A report makes it fail; those that differ by more than numbers go into the JSON."""
 
     def __init__(self, tool: str) -> None:
-        prefix = ("compute-sanitizer", "--tool", tool, "--target-processes", "all")
+        limits = ("--error-exitcode", "1", "--print-limit", "1000")
+        prefix = ("compute-sanitizer", "--tool", tool, "--target-processes", "all", *limits)
         super().__init__("gpu and sanitize", prefix=prefix, environment={"CUPAGED_TEST_NO_POOL": "1"})
 
     def _read(self, lines: list[str], report: Path) -> dict[str, Any]:
         summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", "\n".join(lines))
-        return {"processes": len(summaries), "reports": sum(map(int, summaries)), **counts(report)}
+        found = {"processes": len(summaries), "reports": sum(map(int, summaries)), **counts(report)}
+        if found["reports"]:
+            found["kinds"] = kinds_of_report(lines)
+        return found
+
+
+def kinds_of_report(lines: Sequence[str]) -> list[str]:
+    """The lines of compute-sanitizer's reports, without numbers and each once, the most frequent first."""
+    reported = (line for line in lines if line.startswith("=========") and "SUMMARY" not in line)
+    bare = Counter(re.sub(r"0x[0-9a-f]+|\b\d+\b", "#", line) for line in reported)
+    return [f"{count} x {line}" for line, count in bare.most_common(MAX_KINDS)]
 
 
 @dataclass(frozen=True, init=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tools import gpu, gpu_steps
-from tools.gpu_steps import Both, Command, Program, Sanitizer, Suite
+from tools.gpu_steps import Both, Command, Program, Sanitizer, Suite, kinds_of_report
 
 JUNIT = '<testsuites><testsuite tests="7" failures="1" errors="0" skipped="2"/></testsuites>'
 
@@ -108,7 +108,7 @@ def test_counts_and_reports_of_a_sanitizer(tmp_path: Path) -> None:
     assert command.line[command.line.index("-m", 6) :][-4:-2] == ["-m", "gpu and sanitize"]
     assert command.environment == {"CUPAGED_TEST_NO_POOL": "1"}
     lines = ["ERROR SUMMARY: 2 errors", "RACECHECK SUMMARY: 3 hazards displayed", "ERROR SUMMARY: 0 errors"]
-    assert command.read(lines) == {"processes": 3, "reports": 5}
+    assert command.read(lines) == {"processes": 3, "reports": 5, "kinds": []}
     (tmp_path / "report.xml").write_text(JUNIT)
     found = command.read(lines)
     assert (found["tests"], found["failures"], found["errors"], found["skipped"]) == (7, 1, 0, 2)
@@ -133,3 +133,17 @@ def test_every_module_and_test_that_a_step_names_exists() -> None:
                 assert isinstance(part, Suite)
     for name in ("test_two_gpus", "test_two_gpus_by_nccl", "test_arrays_of_another_gpu"):
         assert any(f"def {name}(" in path.read_text() for path in (root / "tests").rglob("test_*.py"))
+
+
+def test_reports_of_a_sanitizer_are_told_once_and_without_numbers() -> None:
+    lines = [
+        "========= Race reported at 0x10 in kernel+0x40 by thread 3",
+        "========= Race reported at 0x20 in kernel+0x80 by thread 4",
+        "========= Invalid read",
+        "something that a test printed",
+        "========= RACECHECK SUMMARY: 3 hazards displayed",
+    ]
+    assert kinds_of_report(lines) == [
+        "2 x ========= Race reported at # in kernel+# by thread #",
+        "1 x ========= Invalid read",
+    ]
