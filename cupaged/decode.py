@@ -12,6 +12,7 @@ from cupaged.decode_kernels import MAX_SEQS, ChunkedKernels, PlannedKernels
 from cupaged.decode_layouts import (
     check_layouts,
     chunk_sizes,
+    difference,
     in_range,
     is_joined_layout,
     pools_of,
@@ -301,7 +302,7 @@ class Decoder:
             ("value_layout", cache.value_layout, self._value_layout),
         ):
             if got is not own and got != own:
-                raise ArgumentValueError(f"cache: its {name} is {got}, the decoder's is {own}")
+                raise ArgumentValueError(f"cache: its {name} has {difference(got, own)}")
 
     def decode_pools(
         self,

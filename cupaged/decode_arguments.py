@@ -72,8 +72,8 @@ def sized(gpu: Any, name: str, value: Any, stream: Any, *, writable: bool = Fals
     array = backend_array(gpu, name, value, stream, writable=writable)
     if not hasattr(array, "shape") or not hasattr(array, "strides"):
         raise ArgumentTypeError(
-            f"{name}: got {type(value).__name__}, allowed with a cache is an array; for addresses give both "
-            "pools and the sizes"
+            f"{name}: got {type(value).__name__}, allowed is an array of the backend; addresses go with both "
+            "pools and the sizes in place of the cache"
         )
     gpu.pointer(array)  # it lives on this backend
     return array
@@ -119,7 +119,9 @@ def _query_rows(q: Any, num_seqs: int, rows: tuple[int, int, int]) -> tuple[Any,
     flat = (num_seqs * tokens, heads, head_dim)
     if shape not in (flat, (num_seqs, *rows)):
         allowed = " or ".join(map(str, dict.fromkeys(((num_seqs, *rows), flat))))
-        raise ArgumentValueError(f"q: got shape {shape}, allowed is {allowed} for {num_seqs} sequences")
+        raise ArgumentValueError(
+            f"q: got shape {shape}, allowed is {allowed} for the {num_seqs} sequences of seq_lens"
+        )
     if len(shape) == 4:
         if num_seqs > 1 and tokens > 1 and q.strides is not None and q.strides[0] != tokens * q.strides[1]:
             raise ArgumentValueError(

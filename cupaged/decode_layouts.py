@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
@@ -35,6 +36,13 @@ def check_layouts(layout: Any, value_layout: Any) -> None:
         ours, theirs = getattr(layout, field), getattr(value_layout, field)
         if ours != theirs:
             raise ArgumentValueError(f"value_layout: its {field} is {theirs}, K's is {ours}")
+
+
+def difference(given: CacheLayout, own: CacheLayout) -> str:
+    """The fields in which a layout differs from a decoder's."""
+    pairs = ((field.name, getattr(given, field.name), getattr(own, field.name)) for field in fields(own))
+    named = ((name, getattr(a, "name", a), getattr(b, "name", b)) for name, a, b in pairs if a != b)
+    return ", ".join(f"{name} {a} where the decoder's is {b}" for name, a, b in named)
 
 
 def pools_of(layout: CacheLayout) -> Pools:

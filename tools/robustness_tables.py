@@ -38,7 +38,9 @@ def suites(load: Load) -> str:
                 result.get("commit", "")[:12],
             ]
         )
-    return table(["on the GPU", "tests run", "failed", "sanitizer reports", "commit"], rows)
+    unexplained = [tool for tool in SANITIZERS if (load(tool) or {}).get("reports")]
+    note = f"\n\nThe reports of {' and '.join(unexplained)} have not been explained yet." if unexplained else ""
+    return table(["on the GPU", "tests run", "failed", "sanitizer reports", "commit"], rows) + note
 
 
 def fuzz(result: Result | None) -> str:

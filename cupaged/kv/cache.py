@@ -14,7 +14,7 @@ from cupaged.interop import device_array, stream_memory, to_device
 from cupaged.kv.moves import BlockPools, copy_blocks
 from cupaged.kv.pools import Pool, pool_of
 from cupaged.kv.scales import scale_of
-from cupaged.kv.sources import num_tokens_of, token_stride
+from cupaged.kv.sources import check_token_shape, num_tokens_of, token_stride
 from cupaged.kv.swap import HostBlocks
 from cupaged.kv.tensors import GATHER, CacheTensor, NewTokens, write
 from cupaged.launch import as_integer
@@ -248,7 +248,10 @@ class KVCache:
             ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
         """
         key, value, slots = (device_array(self.gpu, array, stream) for array in (key, value, slot_mapping))
-        row = self.layout.num_kv_heads * self.layout.head_dim
+        heads, head_dim = self.layout.num_kv_heads, self.layout.head_dim
+        check_token_shape("key", key, heads, head_dim)
+        check_token_shape("value", value, heads, head_dim)
+        row = heads * head_dim
         new = NewTokens(
             key,
             value,

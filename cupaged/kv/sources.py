@@ -13,9 +13,11 @@ def num_tokens_of(given: int | None, **arrays: Any) -> int:
     if given is not None:
         return as_integer("num_tokens", given)
     counts = {name: array.shape[0] for name, array in arrays.items() if getattr(array, "shape", ())}
+    if not counts:
+        raise ArgumentValueError("num_tokens: got None, and no array tells how many; addresses need it")
     if len(set(counts.values())) != 1:
-        found = ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
-        raise ArgumentValueError(f"num_tokens: got None, and the arrays' first axes are: {found}")
+        found = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ArgumentValueError(f"num_tokens: the arrays' first axes differ: {found}")
     return int(next(iter(counts.values())))
 
 
@@ -30,3 +32,15 @@ def token_stride(name: str, array: Any, row: int) -> int:
     if rest:
         raise ArgumentValueError(f"{name}: got {strides[0]} bytes between tokens, allowed are whole elements")
     return int(step)
+
+
+def check_token_shape(name: str, array: Any, num_kv_heads: int, head_dim: int) -> None:
+    """Raise ArgumentValueError for an array whose tokens have other heads or another head_dim."""
+    shape = getattr(array, "shape", None)
+    if shape is None or len(shape) == 0:
+        return
+    if tuple(shape[1:]) not in ((num_kv_heads, head_dim), (num_kv_heads * head_dim,)):
+        raise ArgumentValueError(
+            f"{name}: got shape {tuple(shape)}, allowed is [num_tokens, {num_kv_heads}, {head_dim}] or "
+            f"[num_tokens, {num_kv_heads * head_dim}]"
+        )

@@ -30,9 +30,13 @@ def refusals(rig: Rig, cache: KVCache) -> list[tuple[str, Any]]:
     slots, stream = rig.upload(np.arange(4)), rig.stream
     out = rig.gpu.zeros((4, HEADS, HEAD_DIM), np.float32)
     return [
-        ("first axes are: key 4, value 4, slot_mapping 3", lambda: cache.write(
+        ("first axes differ: key 4, value 4, slot_mapping 3", lambda: cache.write(
             key, value, slots[:3], stream=stream)),
-        ("num_tokens: got None, .*none", lambda: cache.write(1 << 20, 1 << 20, 1 << 20, stream=stream)),
+        (r"key: got shape \(4, 2, 8\), allowed is \[num_tokens, 3, 64\]", lambda: cache.write(
+            rig.gpu.zeros((4, 2, 8), np.uint16), value, slots, stream=stream)),
+        (r"value: got shape \(4, 64, 2\)", lambda: cache.write(
+            key, rig.gpu.zeros((4, 64, 2), np.uint16), slots, stream=stream)),
+        ("num_tokens: got None, and no array", lambda: cache.write(1 << 20, 1 << 20, 1 << 20, stream=stream)),
         ("slot_mapping: got dtype int32", lambda: cache.write(
             key, value, rig.upload(np.arange(4, dtype=np.int32)), stream=stream)),
         ("key: got dtype float32", lambda: cache.write(out, value, slots, stream=stream)),
