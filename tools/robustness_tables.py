@@ -38,8 +38,8 @@ def suites(load: Load) -> str:
                 result.get("commit", "")[:12],
             ]
         )
-    unexplained = [tool for tool in SANITIZERS if (load(tool) or {}).get("reports")]
-    note = f"\n\nThe reports of {' and '.join(unexplained)} have not been explained yet." if unexplained else ""
+    tools = " and ".join(tool for tool in SANITIZERS if (load(tool) or {}).get("reports"))
+    note = f"\n\nThe reports of {tools} have not been explained yet." if tools else ""
     return table(["on the GPU", "tests run", "failed", "sanitizer reports", "commit"], rows) + note
 
 
