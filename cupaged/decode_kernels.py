@@ -42,12 +42,13 @@ class PlannedKernels:
 
     def __init__(self, gpu: GpuBackend, spec: dict[str, int], max_seqs: int) -> None:
         self._gpu: Any = gpu
-        check_resident(spec, gpu.limits)
         many = int(max_seqs > MAX_PLANNED_SEQS)
         spec = spec | {"many": many}
         entry = "paged_decode_attn_planned"
         # Reading a plan that another launch has made is no case for small stages.
         levels = (0, 0, 0) if many else latency_levels(spec, gpu.limits)
+        for level in levels:
+            check_resident(spec | {"latency": level}, gpu.limits)
         self._kernels = tuple(  # by latency level
             _handle(gpu, entry, spec | {"latency": level}) for level in levels
         )

@@ -215,6 +215,9 @@ class StreamingDecoder:
             num_tokens: tokens.
             stream: as for `append`.
         """
+        num_tokens = as_integer("num_tokens", num_tokens)
+        if num_tokens < 0:
+            raise ArgumentValueError(f"num_tokens: got {num_tokens}, allowed is 0 or more")
         self._check_open(sequence)
         handle = self._gpu.stream_handle(stream)
         self._spill(sequence, handle)

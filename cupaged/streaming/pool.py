@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupaged import ops
-from cupaged.ops._checks import check_size
+from cupaged.errors import ArgumentValueError
+from cupaged.ops._checks import check_shape, check_size
 from cupaged.pointers import DevicePtr
 from cupaged.streaming.device import Bytes, Device
 from cupaged.streaming.records import RecordLayout
@@ -88,12 +89,11 @@ class RecordPool:
         return row
 
     def check_rows(self, key: Any, value: Any, num_tokens: int) -> None:
-        """Key and value are BF16 and hold so many tokens."""
+        """Key and value are BF16, contiguous, and hold so many tokens of these heads."""
+        row = (self._shape.layout.num_kv_heads, self._shape.layout.head_dim)
         for position, (name, array) in enumerate((("key", key), ("value", value))):
             self._writer.check_array(position, array)
-            check_size(
-                name, array, num_tokens * self._shape.layout.num_kv_heads * self._shape.layout.head_dim
-            )
+            check_tight_rows(name, array, num_tokens, row)
 
     def write(self, key: Any, value: Any, slot_mapping: int, num_tokens: int, stream: int) -> None:
         """New tokens, contiguous, into slots: record * block_size + offset."""
@@ -114,6 +114,20 @@ class RecordPool:
             num_tokens, layout.num_kv_heads, layout.head_dim, layout.block_size,
             *(self._scales if name == "fp8" else ()), row, row, *behind, stream, **keywords,
         )  # fmt: skip
+
+
+def check_tight_rows(name: str, array: Any, count: int, row: tuple[int, int]) -> None:
+    """Raise ArgumentValueError unless an array holds `count` such rows, one right behind the other."""
+    check_shape(name, array, row)
+    check_size(name, array, count * row[0] * row[1])
+    strides, shape = getattr(array, "strides", None), getattr(array, "shape", None)
+    if not strides or not shape or shape[0] < 2:
+        return
+    expected = array.size // shape[0] * array.dtype.itemsize
+    if strides[0] != expected:
+        raise ArgumentValueError(
+            f"{name}: got {strides[0]} bytes between rows, allowed are contiguous rows of {expected}"
+        )
 
 
 def rows_of(gpu: Any, array: Any, row_bytes: int, first: int, count: int) -> DevicePtr:

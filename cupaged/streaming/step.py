@@ -7,7 +7,7 @@ from typing import Any
 from cupaged import ops
 from cupaged.errors import ArgumentValueError
 from cupaged.formats import CacheLayout, paged_strides
-from cupaged.ops._checks import check_scale, check_size
+from cupaged.ops._checks import check_scale, check_shape, check_size
 from cupaged.pointers import DevicePtr
 from cupaged.registry.rules import gqa_ratio
 from cupaged.registry.tiled import resident_blocks
@@ -120,6 +120,7 @@ class Step:
     def check_query(self, q: Any, num_rows: int) -> None:
         """q is BF16 and has so many rows."""
         self._kernel.check_array(0, q)
+        check_shape("q", q, (self.num_q_heads, self._layout.head_dim))
         check_size("q", q, num_rows * self.num_q_heads * self._layout.head_dim)
 
     def _stride_arguments(self, k_scale: float, v_scale: float) -> tuple[int | float, ...]:

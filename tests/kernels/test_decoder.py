@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from cupaged.backends.emulator import EmulatorBackend
 from cupaged.decode import Decoder
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat
+from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
 from tests import closed_form
 from tests.oracle import assert_matches
 from tests.poison import Options, PagedCase, Poison, Shape, build_case, random_case
@@ -242,3 +243,11 @@ def test_a_pool_without_a_block_is_refused(rig: Rig) -> None:
     case = random_case(BF16, [5], Shape(8, 2, 64, 16))
     _refused(rig, case, "num_blocks: got 0", num_blocks=0)
     _refused(rig, case, "num_blocks: got 0", v_cache=rig.gpu.zeros(100, np.uint16))
+
+
+def test_every_level_must_fit_the_emulator() -> None:
+    """Small batches may have more warps a block than large ones: refused when the decoder is made."""
+    gpu = EmulatorBackend(num_sms=70)
+    keys, values = (CacheLayout(fmt, 2, 192, 1) for fmt in (FP8, NVFP4))
+    with pytest.raises(ArgumentValueError, match=r"num_q_heads, num_kv_heads: got 2, 2, .*resident together"):
+        Decoder(gpu, keys, 2, 3, value_layout=values)
