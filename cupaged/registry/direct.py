@@ -38,7 +38,6 @@ def _reduce_entry(fmt: str) -> KernelEntry:
         grid=_copy_grid,
         holds={"workspace": "f32", "output": "bf16", "seq_lens": "i32"},
         multiples={"workspace": 8, "output": 16, "seq_lens": 4},
-        overlapping=True,
     )
 
 
