@@ -17,16 +17,10 @@ extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, Spec::BLOCK
                                  u32 block_size, float inv_sqrt_d, u32 num_splits, float k_scale,
                                  float v_scale, u32 q_stride, u64 cache_stride, u32 num_seqs,
                                  u32 sliding_window, u32 num_blocks) {
-  const PoolGeometry geometry = pool_geometry<Spec, Format>(cache_stride, 0);
-  Kernel::run(
-      {q,
-       q_stride,
-       nullptr,
-       nullptr,
-       {inv_sqrt_d * k_scale, 0.0f},
-       {k_cache, v_cache, block_tables, max_blocks_per_seq, num_blocks, geometry, geometry}},
-      {{seq_lens, num_seqs, sliding_window, max_blocks_per_seq, Spec::BLOCK_SIZE, 0}, num_splits, 0},
-      {nullptr, nullptr, Format::OPERAND_SHIFT * v_scale, nullptr}, workspace);
+  Kernel::run({q, q_stride, k_cache, v_cache, pool_geometry<Spec, Format>(cache_stride, 0), num_blocks,
+               block_tables, seq_lens, max_blocks_per_seq, num_seqs, sliding_window,
+               inv_sqrt_d * k_scale, v_scale},
+              num_splits, nullptr, workspace);
 }
 #else
 extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, Spec::BLOCKS_PER_SM)
@@ -35,14 +29,9 @@ extern "C" __global__ void __launch_bounds__(Kernel::Shape::THREADS, Spec::BLOCK
                           u32 num_seqs, u32 num_q_heads, u32 num_kv_heads, u32 head_dim, u32 block_size,
                           float inv_sqrt_d, float k_scale, float v_scale, u32 q_stride, u64 cache_stride,
                           u32 sliding_window, u32 num_blocks) {
-  const PoolGeometry geometry = pool_geometry<Spec, Format>(cache_stride, 0);
-  Kernel::run({q,
-               q_stride,
-               nullptr,
-               nullptr,
-               {inv_sqrt_d * k_scale, 0.0f},
-               {k_cache, v_cache, block_tables, max_blocks_per_seq, num_blocks, geometry, geometry}},
-              {{seq_lens, num_seqs, sliding_window, max_blocks_per_seq, Spec::BLOCK_SIZE, 0}, 1, 0},
-              {output, nullptr, Format::OPERAND_SHIFT * v_scale, nullptr}, nullptr);
+  Kernel::run({q, q_stride, k_cache, v_cache, pool_geometry<Spec, Format>(cache_stride, 0), num_blocks,
+               block_tables, seq_lens, max_blocks_per_seq, num_seqs, sliding_window,
+               inv_sqrt_d * k_scale, v_scale},
+              1, output, nullptr);
 }
 #endif

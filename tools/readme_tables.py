@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cupaged.support import matrix
-from tools.performance_tables import performance, table
+from tools.performance_tables import commit_of, performance, table
 from tools.robustness_tables import robustness
 from tools.streaming_tables import several_gpus, streaming
 
@@ -88,9 +88,10 @@ def demo() -> str:
     ]
     caption = (
         "`make demo`: SmolLM2-135M-Instruct over 100 forced tokens. Its speed on a GPU is that of a plain "
-        "CuPy loop with some 40 small launches a layer.\n\n"
+        "CuPy loop with some 40 small launches a layer."
     )
-    return caption + table(header, rows)
+    when = commit_of(result) or " Measured at an earlier commit than the results above, which was not kept."
+    return f"{caption}{when}\n\n{table(header, rows)}"
 
 
 def results() -> str:

@@ -6,6 +6,23 @@
 #include "ring/results.cuh"
 #include "ring/split_work.cuh"
 
+// A cache of one format, K and V alike, and what is asked of it: the launchers of a format.
+struct CacheProblem {
+  const bf16_bits* q;  // q_stride elements between sequences
+  u64 q_stride;
+  const u8* k;
+  const u8* v;
+  PoolGeometry geometry;
+  u32 num_blocks;
+  const i32* block_tables;
+  const i32* seq_lens;
+  u32 max_blocks_per_seq;
+  u32 num_seqs;
+  u32 sliding_window;
+  float score_scale;  // softmax scale times k_scale
+  float v_scale;
+};
+
 template <class Spec>
 struct SplitDecode {
   using Shape = RingShape<Spec>;
@@ -42,6 +59,20 @@ struct SplitDecode {
         store_split(warp, results, workspace, cursor, work.num_splits);
       }
     }
+  }
+
+  // To `output`, or with a workspace the splits' states there.
+  static DEVICE void run(const CacheProblem& p, u32 num_splits, bf16_bits* output, float* workspace) {
+    run({p.q,
+         p.q_stride,
+         nullptr,
+         nullptr,
+         {p.score_scale, 0.0f},
+         {p.k, p.v, p.block_tables, p.max_blocks_per_seq, p.num_blocks, p.geometry, p.geometry}},
+        {{p.seq_lens, p.num_seqs, p.sliding_window, p.max_blocks_per_seq, Spec::BLOCK_SIZE, 0},
+         num_splits,
+         0},
+        {output, nullptr, Spec::ValueFormat::OPERAND_SHIFT * p.v_scale, nullptr}, workspace);
   }
 
  private:
