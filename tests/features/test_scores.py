@@ -234,7 +234,7 @@ def test_rows_of_q_far_apart(rig: Rig, fmt: CacheFormat) -> None:
     batch = make_batch(Setup.of(fmt), call, q=q, keys=[keys], values=[values])
     out, lse = batch.expected()
     result = batch.run(rig)
-    np.testing.assert_allclose(result.out.astype(np.float64), out, rtol=8e-3, atol=1e-2)
+    np.testing.assert_allclose(result.out.astype(np.float64), out, rtol=2.0**-8, atol=1e-3)
     np.testing.assert_allclose(result.lse, lse, rtol=1e-5, atol=1e-4)
 
 
