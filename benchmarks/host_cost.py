@@ -5,6 +5,7 @@ One sequence of 16 tokens: the device is done before the host is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ from cupaged.decode import Decoder
 from cupaged.formats import BF16
 
 ALLOCATION_CALLS = 100
+TABLES = 1024
 # The parameters of paged_decode_attn_bf16, in a kernel that does nothing.
 EMPTY_SOURCE = r"""
 extern "C" __global__ void empty(const void* q, const void* k_cache, const void* v_cache, void* output,
@@ -49,6 +51,7 @@ def measure(session: Session) -> None:
             ("Decoder", decode_call, decoder),
         )
     ]
+    cases.append((f"Decoder, integers, {TABLES} tables in turn", in_turn(decoder, batch, device.stream)))
     if device.is_gpu:
         cases.append(("CuPy RawKernel, the launcher's arguments", raw_kernel(session, batch)))
     with device.current():
@@ -95,6 +98,15 @@ def with_addresses(batch: Batch) -> tuple[Batch, int]:
     names = ("k_pool", "v_pool", "q", "output", "seq_lens")
     found = addresses(*(getattr(batch, name) for name in names))
     return replace(batch, **dict(zip(names, found, strict=True))), addresses(batch.tables[0])[0]
+
+
+def in_turn(decoder: Decoder, batch: Batch, stream: int) -> Callable[[], None]:
+    """One decode through the next of so many tables that none is remembered from its last turn."""
+    bare, _ = with_addresses(batch)
+    calls = itertools.cycle(
+        [decode_call(decoder, bare, x, stream) for x in addresses(*batch.tables[:TABLES])]
+    )
+    return lambda: next(calls)()
 
 
 def raw_kernel(session: Session, batch: Batch) -> Callable[[], None]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import report
 from benchmarks.loads import POOL_BYTES, TABLE, Load, pool_blocks, rotations
 from benchmarks.timing import Launch, graph_time
 from cupaged.formats import FORMATS, CacheFormat
@@ -325,8 +326,7 @@ def run(json_path: Path) -> int:
             except Exception as error:  # a path that fails is a result, and others must still be measured
                 row = {**labels, "message": f"{type(error).__name__}: {error}"[:400]}
             rows.append(row)
-            shown = f"{row['median_us']:.1f} us" if "median_us" in row else row["message"]
-            print(f"flashinfer {path} {fmt.name} {load.label}: {shown}", flush=True)
+            print(f"flashinfer {report.line(row)}", flush=True)
             json_path.write_text(json.dumps(output, indent=1) + "\n")
     return 0
 

@@ -42,12 +42,18 @@ def figures(row: Row) -> str:
         parts.append(f"{row['bytes_per_us'] / 1e6:.3f} TB/s")
     if "share_of_ceiling" in row:
         parts.append(f"{100 * row['share_of_ceiling']:.1f}%")
-    if row.get("relative_error") is not None:
-        parts.append(f"error {row['relative_error']:.1e}")
+    if error_of(row):
+        parts.append(f"error {error_of(row)}")
     for key in ("wrong_bytes", "wrong_results", "allocations", "bits_depend_on_batch"):
         if key in row:
             parts.append(f"{key.replace('_', ' ')} {row[key]}")
     return "  ".join(parts)
+
+
+def error_of(row: Row) -> str:
+    """The relative error to float64; empty where none was taken."""
+    error = row.get("relative_error")
+    return "" if error is None else f"{error:.1e}"
 
 
 def best_peer(rows: Sequence[Row], load: str, fmt: str) -> Row | None:
@@ -66,7 +72,8 @@ def peer_ratio(row: Row, peer_rows: Sequence[Row]) -> float | None:
 
 def comparison(rows: Sequence[Row], peer_rows: Sequence[Row]) -> list[str]:
     """Lines of ours against the peer."""
-    lines = [f"{'':34} {'':6} {'ours us':>9} {'spread':>15} {'ceiling':>8} {'peer us':>9} {'path':>5} ratio"]
+    ours, theirs = f"{'ours us':>9} {'spread':>15} {'ceiling':>8}", f"{'peer us':>9} {'path':>5} {'error':>7}"
+    lines = [f"{'':34} {'':6} {ours} {theirs} ratio"]
     for row in rows:
         if "median_us" not in row:
             lines.append(f"{row['load']:34} {row['format']:6} {row['message']}")
@@ -75,7 +82,9 @@ def comparison(rows: Sequence[Row], peer_rows: Sequence[Row]) -> list[str]:
         spread = f"{row['min_us']:.1f}..{row['max_us']:.1f}"
         share = f"{100 * row['share_of_ceiling']:.1f}%" if "share_of_ceiling" in row else ""
         compared = (
-            f"{peer['median_us']:9.1f} {peer['path']:>5} {ratio:.2f}" if peer and ratio else "not measured"
+            f"{peer['median_us']:9.1f} {peer['path']:>5} {error_of(peer):>7} {ratio:.2f}"
+            if peer and ratio
+            else "not measured"
         )
         lines.append(
             f"{row['load']:34} {row['format']:6} {row['median_us']:9.1f} {spread:>15} {share:>8} {compared}"

@@ -1,4 +1,4 @@
-"""Decode of sequences that share a prefix: its keys and values are read once for 8 rows, then merged in."""
+"""Decode of sequences that share a prefix: its K and V are read once for many rows, then merged in."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupaged.decode import Decoder
-from cupaged.decode_arguments import CacheCall, cache_call, contiguous, result_array, sized
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.decode_arguments import CacheCall, cache_call, check_dtype, contiguous, result_array, sized
+from cupaged.decode_layouts import layout_spec
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, CheckedModeError
 from cupaged.formats import CacheLayout
 from cupaged.interop import backend_array, is_capturing, stream_memory, to_device
 from cupaged.kv import KVCache
+from cupaged.kv.layouts import checked_layouts
 from cupaged.launch import as_integer
 from cupaged.merge import merge_states
 from cupaged.registry import div_ceil
-from cupaged.registry.rules import MAX_QUERY_TOKENS
+from cupaged.registry.decode import group_tokens
+from cupaged.registry.rules import gqa_ratio
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
 
-# Rows of q (a sequence's query tokens) that read the prefix together: a decoder takes a group for the query
-# tokens of one sequence, all of which see all of it.
-GROUP = MAX_QUERY_TOKENS
+_BF16 = ("bfloat16", "uint16")
+# What the decoder of the prefix is given under these names, as the caller knows it.
+_PREFIX_NAMES = {"block_tables": "prefix_table", "seq_lens": "prefix_len"}
 
 
 class _Prefix(NamedTuple):
@@ -36,10 +39,10 @@ class _Prefix(NamedTuple):
 class CascadeDecoder:
     """Decodes batches whose sequences all begin with the same tokens.
 
-    The prefix is decoded for groups of 8 rows, the rest of each sequence (its suffix) by itself, and both are
-    merged by their LSE. That pays where a prefix is long against the suffixes and has several readers; two
-    decoders, two partial results and a merge cost three launches. Workspace as of `Decoder`, and two partial
-    results: it belongs to one stream at a time.
+    The prefix is decoded for groups of rows of q (a row is a query token of a sequence), the rest of each
+    sequence (its suffix) by itself, and both are merged by their LSE. That pays where a prefix is long
+    against the suffixes and has several readers; two decoders, two partial results and a merge cost three
+    launches. Workspace as of `Decoder`, and two partial results: it belongs to one stream at a time.
 
     Args:
         gpu: the backend.
@@ -52,6 +55,7 @@ class CascadeDecoder:
 
     Attributes:
         workspace_bytes: device memory that it holds.
+        group_rows: rows of q that read the prefix together: as many as one warp has query heads for.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: see `Decoder`.
@@ -73,12 +77,20 @@ class CascadeDecoder:
         self._suffix = Decoder(gpu, layout, num_q_heads, max_seqs, query_tokens=query_tokens, **features)
         num_q_heads = as_integer("num_q_heads", num_q_heads)
         self._rows = (as_integer("query_tokens", query_tokens), num_q_heads, layout.head_dim)
-        groups = div_ceil(as_integer("max_seqs", max_seqs) * self._rows[0], GROUP)
-        self._prefix = Decoder(gpu, layout, num_q_heads, groups, query_tokens=GROUP, causal=False, **features)
-        rows = groups * GROUP
+        self._block_size = layout.block_size
+        # A decoder takes a group for the query tokens of one sequence, all of which see all of it.
+        ratio = gqa_ratio(num_q_heads, layout.num_kv_heads)
+        self.group_rows = group_tokens(
+            layout_spec(*checked_layouts(layout, value_layout), gqa_ratio=ratio, query_tokens=2)
+        )
+        groups = self._groups(as_integer("max_seqs", max_seqs))
+        self._prefix = Decoder(
+            gpu, layout, num_q_heads, groups, query_tokens=self.group_rows, causal=False, **features
+        )
+        rows = groups * self.group_rows
         self._outputs = gpu.empty((2, rows, *self._rows[1:]), "bfloat16")
         self._lses = gpu.empty((2, rows, num_q_heads), "float32")
-        self._padded = gpu.zeros((GROUP, *self._rows[1:]), "bfloat16")
+        self._padded = gpu.zeros((rows, *self._rows[1:]), "bfloat16")
         self._lens: tuple[int, Any] = (-1, None)
         gpu.synchronize()  # the padding is zero, whatever stream the first call comes on
 
@@ -122,7 +134,7 @@ class CascadeDecoder:
             prefix_table: int32 ``[max_prefix_blocks]``: blocks of the prefix, which begins each sequence.
             prefix_len: tokens of the prefix: an int, whose copy to the device is queued where it is another
                 than the last call's (before a capture, call once); or int32
-                ``[ceil(num_seqs * query_tokens / 8)]`` on the device, all of the same value, which a
+                ``[ceil(num_seqs * query_tokens / group_rows)]`` on the device, all of the same value, which a
                 captured graph reads anew.
             block_tables: int32 ``[num_seqs, max_blocks_per_seq]``: blocks of the suffixes.
             seq_lens: int32 ``[num_seqs]``: tokens of the suffixes, query tokens included.
@@ -140,17 +152,15 @@ class CascadeDecoder:
         """
         self._suffix.check_cache(cache)
         call = cache_call(self._gpu, q, block_tables, seq_lens, self._rows, stream)
-        self._check_q(call)
-        groups = div_ceil(call.num_seqs * self._rows[0], GROUP)
+        check_dtype("q", call.q, _BF16)
+        groups = self._groups(call.num_seqs)
         self._suffix.check_num_seqs(call.num_seqs)
         table = self._table(prefix_table, stream)
-        lens = self._prefix_lens(prefix_len, groups, stream)
+        lens = self._prefix_lens(prefix_len, groups, int(table.shape[0]), stream)
         target = result_array(self._gpu, "out", out, call, "bfloat16", stream)
+        check_dtype("out", target, _BF16)
         rows = call.num_seqs * self._rows[0]
-        if lse is not None:
-            lse = contiguous(
-                sized(self._gpu, "lse", lse, stream, writable=True), "lse", (rows, self._rows[1])
-            )
+        lse = None if lse is None else self._lse(lse, call.num_seqs, stream)
         merged = contiguous(target, "out", (rows, *self._rows[1:]))
         if rows:
             options = {"softmax_scale": softmax_scale, "stream": stream, **_cache_options(cache)}
@@ -160,9 +170,16 @@ class CascadeDecoder:
             merge_states(self._gpu, *parts, merged, lse, stream=stream)
         return target if out is None else out
 
-    def _check_q(self, call: CacheCall) -> None:
-        if str(call.q.dtype) not in ("bfloat16", "uint16"):
-            raise ArgumentTypeError(f"q: got dtype {call.q.dtype}, allowed: bfloat16, uint16")
+    def _lse(self, given: Any, num_seqs: int, stream: Any) -> Any:
+        """Where the LSE goes, a row for each query token."""
+        lse = sized(self._gpu, "lse", given, stream, writable=True)
+        check_dtype("lse", lse, ("float32",))
+        tokens, heads = self._rows[:2]
+        rows, full = (num_seqs * tokens, heads), (num_seqs, tokens, heads)
+        if tuple(lse.shape) not in (rows, full):
+            allowed = " or ".join(map(str, dict.fromkeys((rows, full))))
+            raise ArgumentValueError(f"lse: got shape {tuple(lse.shape)}, allowed is {allowed}")
+        return contiguous(lse, "lse", rows)
 
     def _table(self, prefix_table: Any, stream: Any) -> Any:
         table = sized(self._gpu, "prefix_table", prefix_table, stream)
@@ -170,35 +187,41 @@ class CascadeDecoder:
             raise ArgumentValueError(
                 f"prefix_table: got shape {tuple(table.shape)}, allowed is [max_prefix_blocks]"
             )
-        if str(table.dtype) != "int32":
-            raise ArgumentTypeError(f"prefix_table: got dtype {table.dtype}, allowed: int32")
-        return table
+        check_dtype("prefix_table", table, ("int32",))
+        return contiguous(table, "prefix_table", tuple(table.shape))
 
-    def _prefix_lens(self, prefix_len: Any, groups: int, stream: Any) -> Any:
+    def _prefix_lens(self, prefix_len: Any, groups: int, table_blocks: int, stream: Any) -> Any:
         """int32 ``[groups]``, a length for each group of rows."""
         array = backend_array(self._gpu, "prefix_len", prefix_len, stream)
         if hasattr(array, "shape") and not isinstance(array, np.generic):
             if tuple(array.shape) != (groups,):
                 raise ArgumentValueError(
-                    f"prefix_len: got shape {tuple(array.shape)}, allowed is ({groups},), one for each 8 rows"
+                    f"prefix_len: got shape {tuple(array.shape)}, allowed is ({groups},), one for each "
+                    f"{self.group_rows} rows of q"
                 )
-            return array
-        length = as_integer("prefix_len", prefix_len)
+            check_dtype("prefix_len", array, ("int32",))
+            return contiguous(array, "prefix_len", (groups,))
+        length, room = as_integer("prefix_len", prefix_len), table_blocks * self._block_size
         if not 0 <= length < 2**31:
             raise ArgumentValueError(f"prefix_len: got {length}, allowed is 0 to {2**31 - 1}")
+        if length > room:
+            raise ArgumentValueError(
+                f"prefix_len: got {length}, but the {table_blocks} blocks of prefix_table, of "
+                f"{self._block_size} tokens each, have room for {room}"
+            )
         if self._lens[0] != length:
             if is_capturing(self._gpu, stream):
                 raise ArgumentValueError(
                     f"prefix_len: got {length} while the stream is being captured; call once before the "
                     "capture, or give an array on the device"
                 )
-            most = self._outputs.shape[1] // GROUP
+            most = self._outputs.shape[1] // self.group_rows
             self._lens = (length, to_device(self._gpu, np.full(most, length, np.int32), stream))
         return self._lens[1][:groups]
 
     def _decode_suffix(self, call: CacheCall, cache: KVCache, options: dict[str, Any]) -> None:
         rows = call.num_seqs * self._rows[0]
-        self._suffix.decode(
+        self._suffix.decode_pools(
             call.q,
             cache.k_cache,
             cache.v_cache,
@@ -213,36 +236,49 @@ class CascadeDecoder:
             **options,
         )
 
-    def _decode_prefix(self, call: CacheCall, prefix: _Prefix, options: dict[str, Any]) -> None:
-        """Whole groups of rows where they lie; what is left over from a copy that is filled up with zeros."""
-        rows = call.num_seqs * self._rows[0]
-        groups, rest = divmod(rows, GROUP)
-        if groups:
-            self._decode_groups(call.q[: groups * GROUP], call.q_stride, range(groups), prefix, options)
-        if rest:
-            with stream_memory(self._gpu, options["stream"]):
-                self._padded[:rest] = call.q[groups * GROUP :].view(self._padded.dtype)
-            stride = self._rows[1] * self._rows[2]
-            self._decode_groups(self._padded, stride, range(groups, groups + 1), prefix, options)
+    def _groups(self, num_seqs: int) -> int:
+        """Groups of the rows of so many sequences."""
+        return div_ceil(num_seqs * self._rows[0], self.group_rows)
 
-    def _decode_groups(
-        self, q: Any, q_stride: int, groups: range, prefix: _Prefix, options: dict[str, Any]
-    ) -> None:
-        rows = slice(groups.start * GROUP, groups.stop * GROUP)
-        self._prefix.decode(
-            q,
-            prefix.cache.k_cache,
-            prefix.cache.v_cache,
-            prefix.table,
-            prefix.lens[groups.start : groups.stop],
-            self._outputs[0, rows],
-            num_seqs=len(groups),
-            max_blocks_per_seq=int(prefix.table.shape[0]),
-            lse=self._lses[0, rows],
-            q_stride=q_stride,
-            table_stride=0,
-            **options,
-        )
+    def _whole_groups(self, call: CacheCall, stream: Any) -> tuple[Any, int]:
+        """q with as many rows as its groups have, and its stride: where it lies, or a longer copy."""
+        rows = call.num_seqs * self._rows[0]
+        if rows % self.group_rows == 0:
+            return call.q, call.q_stride
+        with stream_memory(self._gpu, stream):
+            self._padded[:rows] = call.q.view(self._padded.dtype)
+        return self._padded, self._rows[1] * self._rows[2]
+
+    def _decode_prefix(self, call: CacheCall, prefix: _Prefix, options: dict[str, Any]) -> None:
+        groups = self._groups(call.num_seqs)
+        rows = groups * self.group_rows
+        q, q_stride = self._whole_groups(call, options["stream"])
+        try:
+            self._prefix.decode_pools(
+                q,
+                prefix.cache.k_cache,
+                prefix.cache.v_cache,
+                prefix.table,
+                prefix.lens,
+                self._outputs[0, :rows],
+                num_seqs=groups,
+                max_blocks_per_seq=int(prefix.table.shape[0]),
+                lse=self._lses[0, :rows],
+                q_stride=q_stride,
+                table_stride=0,
+                **options,
+            )
+        except CheckedModeError as error:
+            raise _renamed(error) from None
+
+
+def _renamed(error: CheckedModeError) -> CheckedModeError:
+    """What checked mode found in the prefix's arrays, under the names that the caller gave them by."""
+    name = _PREFIX_NAMES.get(error.array)
+    if name is None:
+        return error
+    text = f"{name}{str(error).removeprefix(error.array)}"
+    return CheckedModeError(text, array=name, index=error.index, value=error.value)
 
 
 def _cache_options(cache: KVCache) -> dict[str, Any]:

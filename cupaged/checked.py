@@ -7,8 +7,8 @@ finds
 
 * a sequence length below 0 or beyond its block table, a block id outside the pool among those that are
   looked up, a slot beyond the pool (negative slots are skipped by the writers, and allowed),
-* a NaN or an infinity in q, an FP8 scale array with a value that is not finite and above 0, a NaN among the
-  NVFP4 scales of live tokens,
+* a NaN or an infinity in q, an FP8 scale array with a value that is not finite and above 0, a NaN or +inf
+  among sinks, a NaN among the NVFP4 scales of live tokens,
 * an output that shares memory with an input or with another output.
 
 Findings are exact and the first of each array: its smallest index. Pool sizes are those the launcher knows;

@@ -182,6 +182,13 @@ def _scale_arrays(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
             yield Check(name, "input_scales", (v[name],), (count,), (count,), allowed, element)
 
 
+def _sinks(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
+    if v["sinks"]:
+        count, element = v["num_q_heads"], Element.of(v["sinks"], np.float32)
+        allowed = "finite values and -inf"
+        yield Check("sinks", "input_sinks", (v["sinks"],), (count,), (count,), allowed, element)
+
+
 def _scale_bytes(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
     """The scales inside an NVFP4 cache, of the tokens that are attended."""
     seqs, width, size = v["num_seqs"], v["max_blocks_per_seq"], v["block_size"]
@@ -207,6 +214,7 @@ _RULES: tuple[tuple[frozenset[str], Callable[[Mapping[str, str], _Values], Itera
         ("slot_mapping num_slots num_tokens", _slots),
         ("q num_q_heads head_dim num_seqs", _query),
         ("num_kv_heads", _scale_arrays),
+        ("sinks num_q_heads", _sinks),
         ("k_cache v_cache block_tables seq_lens max_blocks_per_seq num_blocks head_dim", _scale_bytes),
     )
 )

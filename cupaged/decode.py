@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
-
 from cupaged.checked import in_checked_mode
-from cupaged.decode_arguments import cache_call, check_sizes, factor, result_array
-from cupaged.decode_kernels import MAX_SEQS, ChunkedKernels, PlannedKernels
+from cupaged.decode_arguments import (
+    CacheCall,
+    backend_arrays,
+    cache_call,
+    call_error,
+    check_dtypes,
+    check_sizes,
+    factor,
+    result_array,
+    score_factor,
+)
+from cupaged.decode_kernels import MAX_SEQS, kernels_of
 from cupaged.decode_layouts import (
-    check_layouts,
     chunk_sizes,
     difference,
+    dtypes_of,
+    flag,
     in_range,
-    is_joined_layout,
+    layout_spec,
     pools_of,
     scale_rule,
+    strides_of,
 )
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import FORMATS, CacheLayout
-from cupaged.interop import PLAIN_TYPES, backend_array
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, KernelFault
+from cupaged.formats import CacheLayout
 from cupaged.kv import KVCache
+from cupaged.kv.layouts import checked_layouts
 from cupaged.launch import as_integer
 from cupaged.ops._batch import decode_batch
-from cupaged.ops._checks import check_num_blocks, check_scale
+from cupaged.ops._checks import check_num_blocks, check_scale, check_score_scale
 from cupaged.ops._pools import check_readable
+from cupaged.ops._warm import WarmCalls
 from cupaged.ops.planned import Inputs
-from cupaged.registry import DTYPES
-from cupaged.registry.decode import planned_spec
-from cupaged.registry.rules import MAX_QUERY_TOKENS, gqa_ratio
+from cupaged.registry.rules import MAX_GROUP_TOKENS, MAX_QUERY_TOKENS, gqa_ratio
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
@@ -38,7 +48,7 @@ _ARRAYS = (
     "q", "k_cache", "v_cache", "block_tables", "seq_lens", "output", "lse", "k_scales", "v_scales", "sinks",
 )  # fmt: skip
 _ADDRESSES = {int, type(None)}
-_QUERY_DTYPES = {"bfloat16": ("bfloat16", "uint16"), "float16": ("float16",)}
+_NO_OPTIONS: dict[str, Any] = {}
 
 
 class Decoder:
@@ -55,7 +65,8 @@ class Decoder:
         num_q_heads: query heads, a multiple of the layout's num_kv_heads.
         max_seqs: the most sequences a call may have, up to 2^20.
         value_layout: of the V pool, where it differs from K's in format or strides.
-        query_tokens: tokens of each sequence that a call decodes, 1 to 8 (speculative decoding).
+        query_tokens: tokens of each sequence that a call decodes, 1 to 8 (speculative decoding), or to 24
+            where causal is False.
         causal: of several query tokens the last is the sequence's newest token, and none sees those after it;
             False: all see the whole sequence.
         q_dtype: "bfloat16" or "float16", of q and the output.
@@ -91,57 +102,36 @@ class Decoder:
         max_blocks_per_seq: int | None = None,
         checked: bool = False,
     ) -> None:
-        value_layout = layout if value_layout is None else value_layout
-        check_layouts(layout, value_layout)
+        layout, value_layout = checked_layouts(layout, value_layout)
         self._num_q_heads = as_integer("num_q_heads", num_q_heads)
         self._max_seqs = in_range("max_seqs", max_seqs, 1, MAX_SEQS)
-        self._query_tokens = in_range("query_tokens", query_tokens, 1, MAX_QUERY_TOKENS)
-        if q_dtype not in _QUERY_DTYPES:
-            raise ArgumentValueError(f"q_dtype: got {q_dtype!r}, allowed are {', '.join(_QUERY_DTYPES)}")
+        most = MAX_QUERY_TOKENS if flag("causal", causal) else MAX_GROUP_TOKENS
+        self._query_tokens = in_range("query_tokens", query_tokens, 1, most)
         self._q_dtype = q_dtype
         self._soft_cap = 0.0 if soft_cap is None else check_scale("soft_cap", soft_cap)
         self._layout = layout
         self._pools = tuple(pools_of(x) for x in (layout, value_layout))
-        self._strides = (
-            layout.block_stride_bytes,
-            value_layout.block_stride_bytes,
-            layout.data_section_bytes if layout.format.name == "nvfp4" else 0,
-            value_layout.data_section_bytes if value_layout.format.name == "nvfp4" else 0,
-        )
+        self._strides = strides_of(layout, value_layout)
         self._scaled = tuple(scale_rule(x) for x in (layout, value_layout))
         self._gpu: Any = gpu
         self._rows = (self._query_tokens, self._num_q_heads, layout.head_dim)
         self._value_layout = value_layout
-        rows, pools = _QUERY_DTYPES[q_dtype], [DTYPES[name] for name, _, _ in self._scaled]
-        self._dtypes = {"q": rows, "output": rows, "k_cache": pools[0], "v_cache": pools[1]}
+        self._dtypes = dtypes_of(q_dtype, layout, value_layout)
         self._default_scale = layout.head_dim**-0.5
-        spec = planned_spec(
-            key_format=FORMATS.index(layout.format),
-            value_format=FORMATS.index(value_layout.format),
-            head_dim=layout.head_dim,
+        spec = layout_spec(
+            layout,
+            value_layout,
             gqa_ratio=gqa_ratio(self._num_q_heads, layout.num_kv_heads),
-            num_kv_heads=layout.num_kv_heads,
-            block_size=layout.block_size,
-            heads_first=int(layout.heads_first),
-            joined=int(is_joined_layout(layout) and is_joined_layout(value_layout)),
             query_tokens=self._query_tokens,
             causal=int(causal and self._query_tokens > 1),
             soft_cap=int(soft_cap is not None),
             query_f16=int(q_dtype == "float16"),
         )
-        self._kernels: PlannedKernels | ChunkedKernels
-        if split_tokens is None:
-            if max_blocks_per_seq is not None:
-                raise ArgumentValueError(
-                    f"max_blocks_per_seq: got {max_blocks_per_seq}, but only split_tokens needs one"
-                )
-            self._kernels = PlannedKernels(gpu, spec, self._max_seqs)
-        else:
-            self._kernels = ChunkedKernels(
-                gpu, spec, self._max_seqs, *chunk_sizes(split_tokens, max_blocks_per_seq, layout)
-            )
-
-        self._launch = in_checked_mode(self._kernels.launch) if checked else self._kernels.launch
+        chunks = chunk_sizes(split_tokens, max_blocks_per_seq, layout)
+        self._kernels = kernels_of(gpu, spec, self._max_seqs, chunks)
+        launch = self._kernels.launch
+        self._launch = in_checked_mode(launch) if flag("checked", checked) else launch
+        self._calls, self._cache_calls = (WarmCalls(gpu, _ARRAYS) for _ in range(2))
 
     @property
     def workspace_bytes(self) -> int:
@@ -233,7 +223,7 @@ class Decoder:
                 those it was written with. For NVFP4 they are a second level, 1 by default.
             k_scales, v_scales: F32 ``[num_kv_heads]``, scales by head.
             sinks: F32 ``[num_q_heads]``: a score for each head that takes part in the softmax and has no
-                value.
+                value; finite, or -inf for none (`cupaged.checked` looks).
             num_blocks: size of the pools; an id outside makes its row NaN.
 
         Returns:
@@ -242,10 +232,12 @@ class Decoder:
         Raises:
             ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
         """
-        if isinstance(arrays[0] if arrays else options.get("cache"), KVCache):
-            return self._decode_cache(q, *arrays, **options)
-        self.decode_pools(q, *arrays, **options)
-        return None
+        over_cache = isinstance(arrays[0] if arrays else options.get("cache"), KVCache)
+        form = self._decode_cache if over_cache else self.decode_pools
+        try:
+            return form(q, *arrays, **options)
+        except TypeError as error:
+            raise call_error(error, form, (q, *arrays), options) from None
 
     def _decode_cache(
         self,
@@ -262,31 +254,26 @@ class Decoder:
         sinks: Any = None,
     ) -> Any:
         self.check_cache(cache)
-        call = cache_call(self._gpu, q, block_tables, seq_lens, self._rows, stream)
-        result = result_array(self._gpu, "out", out, call, self._q_dtype, stream)
-        self.decode_pools(
-            call.q,
-            cache.k_cache,
-            cache.v_cache,
-            call.block_tables,
-            call.seq_lens,
-            result,
-            num_seqs=call.num_seqs,
-            max_blocks_per_seq=call.max_blocks_per_seq,
-            stream=stream,
-            lse=lse,
-            softmax_scale=softmax_scale,
-            sliding_window=sliding_window,
-            q_stride=call.q_stride,
-            table_stride=call.table_stride,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            k_scales=cache.k_scales,
-            v_scales=cache.v_scales,
-            sinks=sinks,
-            num_blocks=cache.num_blocks,
-        )
-        return result if out is None else out
+        k_scale, v_scale, k_scales, v_scales = cache.k_scale, cache.v_scale, cache.k_scales, cache.v_scales
+        call: CacheCall | None = None
+        if out is None:
+            call = cache_call(self._gpu, q, block_tables, seq_lens, self._rows, stream)
+            out = result_array(self._gpu, "out", None, call, self._q_dtype, stream)
+
+        def anew() -> None:
+            found = call or cache_call(self._gpu, q, block_tables, seq_lens, self._rows, stream)
+            result = result_array(self._gpu, "out", out, found, self._q_dtype, stream)
+            scalars = (
+                found.num_seqs, found.max_blocks_per_seq, softmax_scale, sliding_window, found.q_stride,
+                found.table_stride, k_scale, v_scale, cache.num_blocks,
+            )  # fmt: skip
+            given = (found.q, cache.k_cache, cache.v_cache, found.block_tables, found.seq_lens, result)
+            self._decode_anew(scalars, (*given, lse, k_scales, v_scales, sinks), stream)
+
+        given = (q, cache.k_cache, cache.v_cache, block_tables, seq_lens, out, lse, k_scales, v_scales, sinks)
+        scalars = (softmax_scale, sliding_window, k_scale, v_scale, cache.num_blocks)
+        self._run(self._cache_calls, scalars, given, stream, anew)
+        return out
 
     def check_num_seqs(self, num_seqs: int) -> None:
         """Raise ArgumentValueError for more sequences than a call may have."""
@@ -329,9 +316,39 @@ class Decoder:
         num_blocks: int | None = None,
     ) -> None:
         """The second form of `decode`, whose arguments are explained there; here it costs the host least."""
+        scalars = (
+            num_seqs, max_blocks_per_seq, softmax_scale, sliding_window, q_stride, table_stride, k_scale,
+            v_scale, num_blocks,
+        )  # fmt: skip
+        given = (q, k_cache, v_cache, block_tables, seq_lens, output, lse, k_scales, v_scales, sinks)
+        self._run(self._calls, scalars, given, stream, lambda: self._decode_anew(scalars, given, stream))
+
+    def _run(
+        self,
+        calls: WarmCalls,
+        scalars: tuple[Any, ...],
+        given: tuple[Any, ...],
+        stream: Any,
+        anew: Callable[[], None],
+    ) -> None:
+        key = (*given, *scalars, stream)
+        try:
+            if type(given[0]) is not int or not calls.again(key, _NO_OPTIONS):
+                calls.call(key, _NO_OPTIONS, scalars, given, stream, anew)
+        except KernelFault:
+            self._kernels.restore(stream)
+            raise
+
+    def _decode_anew(self, scalars: tuple[Any, ...], given: tuple[Any, ...], stream: Any) -> None:
+        """Check everything and launch."""
+        (
+            num_seqs, max_blocks_per_seq, softmax_scale, sliding_window, q_stride, table_stride, k_scale,
+            v_scale, num_blocks,
+        ) = scalars  # fmt: skip
         layout = self._layout
         self.check_num_seqs(num_seqs)
-        scale = self._default_scale if softmax_scale is None else check_scale("softmax_scale", softmax_scale)
+        scale = self._default_scale if softmax_scale is None else softmax_scale
+        scale = check_score_scale("softmax_scale", scale)
         batch = decode_batch(
             max_blocks_per_seq,
             num_seqs,
@@ -342,14 +359,14 @@ class Decoder:
             self._num_q_heads * layout.head_dim if q_stride is None else q_stride,
             self._query_tokens,
         )
-        given = (q, k_cache, v_cache, block_tables, seq_lens, output, lse, k_scales, v_scales, sinks)
-        if _ADDRESSES.issuperset(map(type, given)):
+        is_bare = _ADDRESSES.issuperset(map(type, given))
+        given = given if is_bare else backend_arrays(self._gpu, _ARRAYS, given, stream)
+        q, k_cache, v_cache, block_tables, seq_lens, output, lse, k_scales, v_scales, sinks = given
+        if is_bare:
             blocks = check_num_blocks(None if num_blocks is None else as_integer("num_blocks", num_blocks))
         else:
-            given = self._arrays(given, stream)
-            q, k_cache, v_cache, block_tables, seq_lens, output, lse, k_scales, v_scales, sinks = given
             batch.check(q, block_tables, seq_lens, scale, table_stride)
-            self._check_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, output=output)
+            check_dtypes(self._dtypes, q=q, k_cache=k_cache, v_cache=v_cache, output=output)
             check_sizes(self._rows, output, lse, sinks, batch.outputs)
             blocks = min(
                 self._pools[0].blocks_of(num_blocks, "k_cache", k_cache),
@@ -375,26 +392,8 @@ class Decoder:
             num_seqs,
             blocks,
             sliding_window,
-            scale * k_factor,
+            score_factor(scale, k_factor),
             v_factor,
             self._soft_cap,
         )
         self._launch(inputs, output, 0 if lse is None else lse, 0 if sinks is None else sinks, stream)
-
-    def _arrays(self, given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
-        """What was given, other libraries' arrays as the backend's."""
-        if PLAIN_TYPES.issuperset(map(type, given)):
-            return given
-        return tuple(
-            backend_array(self._gpu, name, value, stream, writable=name in ("output", "lse"))
-            for name, value in zip(_ARRAYS, given, strict=True)
-        )
-
-    def _check_dtypes(self, **arrays: Any) -> None:
-        for name, array in arrays.items():
-            dtype = getattr(array, "dtype", None)
-            if dtype is None or isinstance(array, np.generic):
-                continue  # an address
-            if str(dtype) not in self._dtypes[name]:
-                allowed = ", ".join(self._dtypes[name])
-                raise ArgumentTypeError(f"{name}: got dtype {dtype}, this decoder takes {allowed}")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.interop import backend_array, is_capturing, stream_memory
-from cupaged.ops._checks import check_scale, check_shape, check_size
+import numpy as np
+
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, CupagedError
+from cupaged.interop import PLAIN_TYPES, backend_array, is_capturing, stream_memory
+from cupaged.ops._checks import check_scale, check_score_scale, check_shape, check_size
 from cupaged.pointers import DevicePtr
+from cupaged.registry import dtype_names
 
 _INT32_BYTES = 4
 
@@ -61,6 +67,23 @@ def cache_call(
     shape, (flat, q_stride) = tuple(q.shape), _query_rows(q, num_seqs, rows)
     tables, columns, table_stride = _table_rows(gpu, block_tables, num_seqs)
     return CacheCall(flat, tables, seq_lens, shape, num_seqs, columns, q_stride, table_stride)
+
+
+def call_error(error: TypeError, form: Callable[..., Any], given: Sequence[Any], options: Any) -> TypeError:
+    """The error of a call: one that names the argument, where those given do not fit the function."""
+    if isinstance(error, CupagedError):
+        return error
+    signature = inspect.signature(form)
+    try:
+        signature.bind(*given, **options)
+    except TypeError as misfit:
+        found = re.search(r"'(\w+)'", str(misfit))
+        name = f"{found[1]}: " if found else ""
+        takes = "q, cache" if "cache" in signature.parameters else "q, k_cache, v_cache"
+        return ArgumentTypeError(
+            f"{name}{misfit}; decode({takes}, ...) takes {', '.join(signature.parameters)}"
+        )
+    return error
 
 
 def sized(gpu: Any, name: str, value: Any, stream: Any, *, writable: bool = False) -> Any:
@@ -168,6 +191,39 @@ def check_sizes(rows: tuple[int, int, int], output: Any, lse: Any, sinks: Any, o
         check_size("lse", lse, outputs // head_dim)
     if sinks is not None:
         check_size("sinks", sinks, num_q_heads)
+
+
+def backend_arrays(gpu: Any, names: tuple[str, ...], given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
+    """What was given under these names, other libraries' arrays as the backend's."""
+    if PLAIN_TYPES.issuperset(map(type, given)):
+        return given
+    return tuple(
+        backend_array(gpu, name, value, stream, writable=name in ("output", "lse"))
+        for name, value in zip(names, given, strict=True)
+    )
+
+
+def check_dtypes(allowed: Mapping[str, tuple[str, ...]], **arrays: Any) -> None:
+    """Arrays have one of the dtypes that are allowed for their names; addresses have none."""
+    for name, array in arrays.items():
+        check_dtype(name, array, allowed[name])
+
+
+def check_dtype(name: str, array: Any, allowed: Sequence[str]) -> None:
+    """Raise ArgumentTypeError for an array of another dtype; an address has none."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is None or isinstance(array, np.generic) or str(dtype) in allowed:
+        return
+    raise ArgumentTypeError(f"{name}: got dtype {dtype}, this decoder takes {dtype_names(allowed)}")
+
+
+def score_factor(softmax_scale: float, k_factor: float) -> float:
+    """What products of q and stored keys are multiplied by.
+
+    Raises:
+        ArgumentValueError: beyond float32 in the kernels' units, which are those of base-2 logarithms.
+    """
+    return check_score_scale("softmax_scale", softmax_scale, k_factor) * k_factor
 
 
 def factor(

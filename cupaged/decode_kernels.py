@@ -9,7 +9,8 @@ from cupaged.handle import KernelHandle
 from cupaged.ops import planned
 from cupaged.ops.planned import Inputs
 from cupaged.registry.decode import check_resident, latency_levels, planned_problem
-from cupaged.registry.ring import LATENCY_TOKENS, MAX_PLANNED_SEQS, TILE_TOKENS
+from cupaged.registry.ring import MAX_PLANNED_SEQS, TILE_TOKENS, latency_level
+from cupaged.registry.rules import LATENCY_LEVELS
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
@@ -46,7 +47,7 @@ class PlannedKernels:
         spec = spec | {"many": many}
         entry = "paged_decode_attn_planned"
         # Reading a plan that another launch has made is no case for small stages.
-        levels = (0, 0, 0) if many else latency_levels(spec, gpu.limits)
+        levels = (0,) * LATENCY_LEVELS if many else latency_levels(spec, gpu.limits)
         for level in levels:
             check_resident(spec | {"latency": level}, gpu.limits)
         self._kernels = tuple(  # by latency level
@@ -75,13 +76,21 @@ class PlannedKernels:
                 f"num_seqs, max_blocks_per_seq: got {inputs.num_seqs}, {inputs.max_blocks_per_seq}, room for "
                 f"{capacity} tokens; a plan counts fewer than 2^32 tiles of {TILE_TOKENS}"
             )
-        kernel = self._kernels[(capacity < LATENCY_TOKENS[0]) + (capacity <= LATENCY_TOKENS[1])]
+        kernel = self._kernels[latency_level(capacity)]
         if self._plan is not None:
             planned.paged_decode_attn_plan(self._gpu, self._plan, inputs, self._workspace[3], stream)
         part_o, part_state, counters, plan = self._workspace
         planned.paged_decode_attn_planned(
             self._gpu, kernel, inputs, output, lse, part_o, part_state, counters, plan, sinks, stream
         )
+
+    def restore(self, stream: Any) -> None:
+        """The workspace as it was before a launch that ended in the middle, as only the emulator's do.
+
+        Blocks that counted themselves in would be counted again in the next launch.
+        """
+        counters = self._arrays[2]
+        self._gpu.memset(self._workspace[2], 0, counters.nbytes, self._gpu.stream_handle(stream))
 
 
 def _num_parts(kernel: KernelHandle) -> int:
@@ -137,3 +146,15 @@ class ChunkedKernels:
         planned.paged_decode_attn_merge_chunks(
             self._gpu, self._merge, inputs, self._states, output, lse, sinks, chunks, tiles, stream
         )
+
+    def restore(self, stream: Any) -> None:
+        """Nothing: each launch writes what it reads."""
+
+
+def kernels_of(
+    gpu: GpuBackend, spec: dict[str, int], max_seqs: int, chunks: tuple[int, int] | None
+) -> PlannedKernels | ChunkedKernels:
+    """The kernels of a decoder, by tokens of a chunk and of the longest sequence, where there are chunks."""
+    if chunks is None:
+        return PlannedKernels(gpu, spec, max_seqs)
+    return ChunkedKernels(gpu, spec, max_seqs, *chunks)

@@ -6,11 +6,15 @@ from dataclasses import fields
 from typing import Any
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import CacheLayout
+from cupaged.formats import FORMATS, NVFP4, CacheLayout
 from cupaged.launch import as_integer
 from cupaged.ops._pools import Pools
-from cupaged.registry.decode import is_joined
+from cupaged.registry import DTYPES
+from cupaged.registry.decode import is_joined, planned_spec
 from cupaged.registry.ring import TILE_TOKENS
+
+_MAX_SPLIT_TOKENS = 2**31  # longer than any sequence; kernels add one to a length in 32 bits
+_QUERY_DTYPES = {"bfloat16": ("bfloat16", "uint16"), "float16": ("float16",)}
 
 
 def in_range(name: str, value: int, least: int, most: int) -> int:
@@ -21,21 +25,15 @@ def in_range(name: str, value: int, least: int, most: int) -> int:
     return value
 
 
-def check_layouts(layout: Any, value_layout: Any) -> None:
-    """Layouts of K and V that the kernels can read, of the same sizes."""
-    for name, given in (("layout", layout), ("value_layout", value_layout)):
-        if not isinstance(given, CacheLayout):
-            raise ArgumentTypeError(f"{name}: got {given!r}, allowed is a CacheLayout")
-        strides = {"block_stride_bytes": given.block_stride_bytes}
-        if given.format.name == "nvfp4":
-            strides["data_section_bytes"] = given.data_section_bytes
-        for stride, value in strides.items():
-            if value % 16:
-                raise ArgumentValueError(f"{name}: its {stride} is {value}, which must be a multiple of 16")
-    for field in ("num_kv_heads", "head_dim", "block_size", "heads_first"):
-        ours, theirs = getattr(layout, field), getattr(value_layout, field)
-        if ours != theirs:
-            raise ArgumentValueError(f"value_layout: its {field} is {theirs}, K's is {ours}")
+def flag(name: str, value: Any) -> bool:
+    """A bool as it is.
+
+    Raises:
+        ArgumentTypeError: anything else, which would count as True or False without a word.
+    """
+    if value is not True and value is not False:
+        raise ArgumentTypeError(f"{name}: got {value!r}, allowed are True and False")
+    return bool(value)
 
 
 def difference(given: CacheLayout, own: CacheLayout) -> str:
@@ -67,12 +65,49 @@ def is_joined_layout(layout: CacheLayout) -> bool:
     )
 
 
-def chunk_sizes(split_tokens: Any, max_blocks_per_seq: Any, layout: CacheLayout) -> tuple[int, int]:
-    """Tokens of a chunk, and of the longest sequence."""
+def strides_of(layout: CacheLayout, value_layout: CacheLayout) -> tuple[int, int, int, int]:
+    """Bytes between blocks of K and of V, and from a block to its scales, 0 where it has none."""
+    both = (layout, value_layout)
+    k_section, v_section = (x.data_section_bytes if x.format == NVFP4 else 0 for x in both)
+    return layout.block_stride_bytes, value_layout.block_stride_bytes, k_section, v_section
+
+
+def layout_spec(layout: CacheLayout, value_layout: CacheLayout, **others: int) -> dict[str, int]:
+    """Compile-time constants of a decoder of these layouts: what they say, and others."""
+    return planned_spec(
+        key_format=FORMATS.index(layout.format),
+        value_format=FORMATS.index(value_layout.format),
+        head_dim=layout.head_dim,
+        num_kv_heads=layout.num_kv_heads,
+        block_size=layout.block_size,
+        heads_first=int(layout.heads_first),
+        joined=int(is_joined_layout(layout) and is_joined_layout(value_layout)),
+        **others,
+    )
+
+
+def dtypes_of(q_dtype: str, layout: CacheLayout, value_layout: CacheLayout) -> dict[str, tuple[str, ...]]:
+    """Dtypes of a decoder's arrays, by name."""
+    if q_dtype not in _QUERY_DTYPES:
+        raise ArgumentValueError(f"q_dtype: got {q_dtype!r}, allowed are {', '.join(_QUERY_DTYPES)}")
+    rows = _QUERY_DTYPES[q_dtype]
+    pools = {f"{side}_cache": DTYPES[x.format.name] for side, x in (("k", layout), ("v", value_layout))}
+    return {"q": rows, "output": rows, **pools}
+
+
+def chunk_sizes(split_tokens: Any, max_blocks_per_seq: Any, layout: CacheLayout) -> tuple[int, int] | None:
+    """Tokens of a chunk, and of the longest sequence; None where sequences are not cut into chunks."""
+    if split_tokens is None:
+        if max_blocks_per_seq is not None:
+            raise ArgumentValueError(
+                f"max_blocks_per_seq: got {max_blocks_per_seq}, but only split_tokens needs one"
+            )
+        return None
     split_tokens = as_integer("split_tokens", split_tokens)
-    if split_tokens < TILE_TOKENS or split_tokens % TILE_TOKENS:
+    if not 0 < split_tokens <= _MAX_SPLIT_TOKENS or split_tokens % TILE_TOKENS:
         raise ArgumentValueError(
-            f"split_tokens: got {split_tokens}, allowed are positive multiples of {TILE_TOKENS}"
+            f"split_tokens: got {split_tokens}, allowed are positive multiples of {TILE_TOKENS} up to "
+            f"{_MAX_SPLIT_TOKENS}"
         )
     if max_blocks_per_seq is None:
         raise ArgumentValueError("max_blocks_per_seq: got None; split_tokens needs it, to size its workspace")

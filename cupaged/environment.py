@@ -84,6 +84,12 @@ TEST_NO_POOL = Variable(
     "Tests on a GPU allocate each array by itself, so that a memory checker sees where it ends.",
     "repository",
 )
+TEST_EVERY_LANE_ARRIVES = Variable(
+    "CUPAGED_TEST_EVERY_LANE_ARRIVES",
+    "off",
+    "Tests on a GPU compile the ring so that a race checker can follow it (`kernels/ring/pipeline.cuh`).",
+    "repository",
+)
 NOTEBOOK_TOKENS = Variable(
     "CUPAGED_NOTEBOOK_TOKENS", "the notebook's own", "Size of a notebook's context, in tokens.", "repository"
 )
@@ -106,6 +112,7 @@ VARIABLES = (
     COMMIT,
     FUZZ_CASES,
     TEST_NO_POOL,
+    TEST_EVERY_LANE_ARRIVES,
     NOTEBOOK_TOKENS,
     NOTEBOOK_PICTURES,
 )  # fmt: skip

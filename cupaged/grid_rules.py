@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from cupaged.registry import Constants, KernelEntry
 from cupaged.registry.decode import planned_problem
-from cupaged.registry.direct import WRITE_GROUP
+from cupaged.registry.direct import ABSMAX_BLOCKS, ABSMAX_PIECE, WRITE_VALUES
 from cupaged.registry.ring import num_slices
 from cupaged.registry.tiled import head_parts
 from cupaged.registry.upkeep import READ_GROUP
@@ -58,9 +58,12 @@ def _split(pieces: str) -> Callable[[Constants], Rules]:
     return rules
 
 
-def _writer(constants: Constants) -> Rules:
-    groups = constants["head_dim"] // WRITE_GROUP
-    return f"(num_tokens * num_kv_heads * {groups} + 255) // 256", "1", "1"
+def _writer(values: int) -> Callable[[Constants], Rules]:
+    def rules(constants: Constants) -> Rules:
+        groups = constants["head_dim"] // values
+        return f"(num_tokens * num_kv_heads * {groups} + 255) // 256", "1", "1"
+
+    return rules
 
 
 def _step(constants: Constants) -> Rules:
@@ -70,6 +73,11 @@ def _step(constants: Constants) -> Rules:
 def _fixed(*rules: str) -> Callable[[Constants], Rules]:
     x, y, z = rules
     return lambda constants: (x, y, z)
+
+
+def _absmax(rows: str, elements: str) -> Callable[[Constants], Rules]:
+    pieces = f"max(1, ({elements} // 8 + {ABSMAX_PIECE - 1}) // {ABSMAX_PIECE})"
+    return _fixed(f"min({ABSMAX_BLOCKS}, ({rows} * {pieces} + 7) // 8) * min(1, {elements})", "1", "1")
 
 
 _ROWS = _fixed("num_seqs", "num_q_heads", "1")
@@ -85,17 +93,18 @@ _GRIDS: dict[str, Callable[[Constants], Rules]] = {
     **{
         f"paged_decode_attn_splitk_{fmt}": _split("num_seqs * num_splits") for fmt in ("bf16", "fp8", "nvfp4")
     },
-    **{f"reshape_and_cache_{fmt}": _writer for fmt in ("bf16", "fp8", "nvfp4")},
+    **{f"reshape_and_cache_{fmt}": _writer(values) for fmt, values in WRITE_VALUES.items()},
     **{f"paged_decode_attn_reduce_{fmt}": _ROWS for fmt in ("fp8", "nvfp4")},
     **{f"paged_decode_attn_tiled{suffix}": _step for suffix in ("", "_fp8", "_nvfp4")},
     "attention_merge_states": _ROWS,
     "attention_finalize": _ROWS,
-    "bf16_absmax": _fixed("min(256, (n_elems + 511) // 512)", "1", "1"),
-    "bf16_absmax_rows": _fixed("min(1024, num_rows) * min(1, row_elems)", "1", "1"),
+    "bf16_absmax": _absmax("1", "n_elems"),
+    "bf16_absmax_rows": _absmax("num_rows", "row_elems"),
     **{
         f"input_{name}": _fixed(f"min(1024, ({count} + 255) // 256)", "1", "1")
         for name, count in (
-            ("range", "count"), ("slots", "num_tokens"), ("scales", "count"), ("value", "num_bytes"),
+            ("range", "count"), ("slots", "num_tokens"), ("scales", "count"), ("sinks", "count"),
+            ("value", "num_bytes"),
         )
     },
     **{
@@ -105,9 +114,8 @@ _GRIDS: dict[str, Callable[[Constants], Rules]] = {
     "gather_tokens_f32": _GATHER,
     "gather_tokens_bf16": _GATHER,
     "copy_cache_blocks": _fixed("num_pairs", "max(1, min(65535, (data_bytes + 16383) // 16384))", "2"),
-    "merge_states_bf16": _MERGE,
-    "merge_states_f32": _MERGE,
-    "merge_states_f32_to_bf16": _MERGE,
+    **dict.fromkeys((f"merge_states_{kind}" for kind in ("bf16", "f16", "f32")), _MERGE),
+    **dict.fromkeys((f"merge_states_f32_to_{kind}" for kind in ("bf16", "f16")), _MERGE),
 }  # fmt: skip
 
 

@@ -20,7 +20,9 @@ from cupaged.registry import (
     Constants,
     Grid,
     KernelEntry,
+    NullPointers,
     check_constant,
+    dtype_names,
     find,
 )
 from cupaged.source import KernelSource, Parameter, kernels_dir, read_parameters
@@ -122,8 +124,10 @@ class KernelHandle:
         parameters: the entry's parameters, in order.
         layout: how they are packed.
         kinds: their kinds, in order.
-        pack_into: writes all arguments into a buffer at an offset, as ``struct.pack_into`` does.
+        pack: all arguments as the driver takes them, in one run of bytes; their kinds and ranges are checked.
         pointer_multiples: (position, bytes that the address must be a multiple of).
+        calls: what the package's launchers keep of calls with this handle, by launcher.
+        nulls: which pointers may be null.
     """
 
     def __init__(
@@ -144,15 +148,17 @@ class KernelHandle:
             raise KernelSourceError(f"{path}: cannot be read ({error.strerror})") from None
         self.layout = _layout(self.parameters)
         self.kinds = [p.kind for p in self.parameters]
-        self.pack_into = self.layout.struct.pack_into
+        self.pack = self.layout.struct.pack
         self._pinned = pinned
         self._index = {p.name: i for i, p in enumerate(self.parameters)}
         self._by_spec: dict[tuple[tuple[str, int], ...], Specialisation] = {}
         self._plans: dict[Any, LaunchPlan] = {}
+        self.calls: dict[Any, Any] = {}
         self._accepted_dtypes: set[tuple[int, Any]] = set()
         self._plan_key: Callable[[Sequence[Value]], Any] = _picker(())
         self._scalar_multiples: tuple[tuple[int, int], ...] = ()
         self.pointer_multiples: tuple[tuple[int, int], ...] = ()
+        self.nulls = NullPointers(self.parameters, None if known is None else known.nullable)
         if known is not None:
             multiples = [(self._index[name], multiple) for name, multiple in known.multiples.items()]
             self.pointer_multiples = tuple(m for m in multiples if self.kinds[m[0]] == "ptr")
@@ -335,7 +341,7 @@ class KernelHandle:
         if (position, dtype) not in self._accepted_dtypes:  # a dtype's name is slow to make
             allowed = DTYPES[self.known.holds[name]]
             if str(dtype) not in allowed:
-                raise ArgumentTypeError(f"{name}: got dtype {dtype}, allowed: {', '.join(allowed)}")
+                raise ArgumentTypeError(f"{name}: got dtype {dtype}, allowed: {dtype_names(allowed)}")
             self._accepted_dtypes.add((position, dtype))
         strides, shape = getattr(array, "strides", None), array.shape
         if strides is None or 0 in shape:

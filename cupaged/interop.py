@@ -52,7 +52,10 @@ def device_array(gpu: GpuBackend, value: Any, stream: Any, *, writable: bool = F
         return value
     if gpu.name == "cupy":
         return _cupy_array(gpu, value, stream, writable)
-    if isinstance(value, np.ndarray) or not dlpack.is_producer(value):
+    if isinstance(value, np.ndarray):
+        _check_writable(value, not value.flags.writeable, writable)
+        return value
+    if not dlpack.is_producer(value):
         return value
     if value.__dlpack_device__()[0] != dlpack.CPU:
         raise ArgumentTypeError(
@@ -64,8 +67,14 @@ def device_array(gpu: GpuBackend, value: Any, stream: Any, *, writable: bool = F
 
 def backend_array(gpu: GpuBackend, name: str, value: Any, stream: Any, *, writable: bool = False) -> Any:
     """`device_array` for the argument `name` of a call that has its own words for what is no array."""
-    if type(value) in PLAIN_TYPES or not is_lent(value):
+    needs_look = writable and isinstance(value, np.ndarray)  # whether it may be written
+    if not needs_look and (type(value) in PLAIN_TYPES or not is_lent(value)):
         return value
+    return named_array(gpu, name, value, stream, writable=writable)
+
+
+def named_array(gpu: GpuBackend, name: str, value: Any, stream: Any, *, writable: bool = False) -> Any:
+    """`device_array` for the argument `name`, with which its errors begin."""
     try:
         return device_array(gpu, value, stream, writable=writable)
     except (ArgumentTypeError, ArgumentValueError) as error:
@@ -74,7 +83,8 @@ def backend_array(gpu: GpuBackend, name: str, value: Any, stream: Any, *, writab
 
 def is_lent(value: Any) -> bool:
     """Whether an object says where its memory is, by one of the protocols that `device_array` knows."""
-    return dlpack.is_producer(value) or hasattr(type(value), "__cuda_array_interface__")
+    # Of the object, not of its type: an instance may carry the interface as a plain attribute.
+    return dlpack.is_producer(value) or hasattr(value, "__cuda_array_interface__")
 
 
 def to_device(gpu: GpuBackend, array: npt.ArrayLike, stream: Any) -> Any:

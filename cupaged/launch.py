@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import numbers
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.handle import KernelHandle, ParameterLayout, Value, check_grid
@@ -18,7 +19,7 @@ from cupaged.pointers import DevicePtr
 from cupaged.registry import Grid
 
 if TYPE_CHECKING:
-    from cupaged.backends.base import GpuBackend
+    from cupaged.backends.base import GpuBackend, LoadedKernel
 
 _RANGES = {
     "ptr": (0, 2**64 - 1),
@@ -30,7 +31,31 @@ _RANGES = {
 _U32_MAX = 2**32 - 1
 _FLOAT32_MAX = 3.4028235677973366e38  # from here on a double rounds to infinity
 _BUFFER_BYTES = 4096  # the largest parameter space of a kernel
-_NO_OBJECTS: Mapping[int, Any] = MappingProxyType({})
+NO_OBJECTS: Mapping[int, Any] = MappingProxyType({})
+
+
+class Launched(NamedTuple):
+    """A launch that was made.
+
+    Attributes:
+        kernel: its handle.
+        loaded: the backend's kernel.
+        grid, block: of the launch.
+        shared_mem: bytes of dynamic shared memory.
+        cooperative, overlapping: as `GpuBackend.launch_packed` takes them.
+        values: of all parameters, in their order.
+        objects: parameter position -> what was given for that pointer, where that was no int.
+    """
+
+    kernel: KernelHandle
+    loaded: LoadedKernel
+    grid: Grid
+    block: Grid
+    shared_mem: int
+    cooperative: bool
+    overlapping: bool
+    values: tuple[Value, ...]
+    objects: Mapping[int, Any]
 
 
 class _ThreadBuffer(threading.local):
@@ -43,17 +68,17 @@ class _ThreadBuffer(threading.local):
         self.buffer = bytearray(_BUFFER_BYTES)
         self._keep = (ctypes.c_char * _BUFFER_BYTES).from_buffer(self.buffer)
         self._base = ctypes.addressof(self._keep)
-        self._pointers: dict[ParameterLayout, tuple[Any, int]] = {}
+        self._arrays: list[Any] = []
+        self.pointers: dict[ParameterLayout, int] = {}  # addresses of the arrays of pointers
 
-    def pointers(self, layout: ParameterLayout) -> int:
-        """Address of the pointer array for this layout."""
-        found = self._pointers.get(layout)
-        if found is None:
-            array = (ctypes.c_void_p * max(1, len(layout.offsets)))(
-                *[self._base + offset for offset in layout.offsets]
-            )
-            found = self._pointers[layout] = (array, ctypes.addressof(array))
-        return found[1]
+    def new_pointers(self, layout: ParameterLayout) -> int:
+        """Address of the pointer array for a layout, made now."""
+        array = (ctypes.c_void_p * max(1, len(layout.offsets)))(
+            *[self._base + offset for offset in layout.offsets]
+        )
+        self._arrays.append(array)
+        self.pointers[layout] = ctypes.addressof(array)
+        return self.pointers[layout]
 
 
 _thread = _ThreadBuffer()
@@ -62,6 +87,37 @@ _thread = _ThreadBuffer()
 before_launch: ContextVar[Callable[[KernelHandle, Sequence[Value], int], None] | None] = ContextVar(
     "before_launch", default=None
 )
+_recorded: ContextVar[list[Launched] | None] = ContextVar("recorded", default=None)
+_inspecting, _recording = before_launch.get, _recorded.get
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launched]]:
+    """The launches made in its context (this thread, or asynchronous task), in order; an outer one's too."""
+    launches: list[Launched] = []
+    outer, token = _recording(), _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
+        if outer is not None:
+            outer += launches
+
+
+def is_watched() -> bool:
+    """Whether something must see each launch before it is made, so that none may skip the builder."""
+    return _inspecting() is not None or _recording() is not None
+
+
+def issue(launched: Launched, packed: bytes, stream: int, objects: Mapping[int, Any]) -> None:
+    """Hand a launch with these parameters, which have been checked, to the backend."""
+    kernel, loaded, grid, block, shared_mem, cooperative, overlapping, _, _ = launched
+    thread = _thread
+    thread.buffer[: len(packed)] = packed
+    pointers = thread.pointers.get(kernel.layout) or thread.new_pointers(kernel.layout)
+    kernel.gpu.launch_packed(
+        loaded, grid, block, shared_mem, pointers, stream, objects, cooperative, overlapping
+    )
 
 
 class KernelLaunch:
@@ -179,22 +235,26 @@ class KernelLaunch:
             for index, multiple in kernel.pointer_multiples:
                 if values[index] % multiple:
                     raise kernel.misaligned(index, values[index], multiple)
-        inspect = before_launch.get()
+            if 0 in kernel.nulls.needed(values):
+                kernel.nulls.check(values)
+        inspect = _inspecting()
         if inspect is not None:
             inspect(kernel, values, handle)
-        thread = _thread
-        kernel.pack_into(thread.buffer, 0, *values)
-        self._gpu.launch_packed(
+        launched = Launched(
+            kernel,
             plan.loaded,
             grid,
             block,
             self._shared_mem or plan.shared_mem,
-            thread.pointers(kernel.layout),
-            handle,
-            self._objects or _NO_OBJECTS,
             plan.cooperative,
             plan.overlapping,
+            tuple(values),
+            self._objects or NO_OBJECTS,
         )
+        issue(launched, kernel.pack(*values), handle, launched.objects)
+        recorded = _recording()
+        if recorded is not None and inspect is None:
+            recorded.append(launched)
 
     def _own_geometry(self) -> tuple[Grid, Grid]:
         """Grid and block of a kernel of the user's, which has only those given."""

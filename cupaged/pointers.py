@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 
@@ -36,3 +38,27 @@ class DevicePtr:
                 f"offset: got {offset}, allowed is at most the {self.nbytes} bytes it points to"
             )
         return DevicePtr(self.address + offset, left)
+
+
+def views(
+    pointers: Sequence[Any], array: type, look: Callable[[Any], tuple[Any, ...]]
+) -> tuple[Any, ...] | None:
+    """What `GpuBackend.views` returns.
+
+    Args:
+        pointers: of a call.
+        array: type of the backend's own arrays.
+        look: an array's address, then all else that checks look at.
+    """
+    found: list[Any] = []
+    for pointer in pointers:
+        kind: Any = type(pointer)
+        if kind is array:
+            found.append(look(pointer))
+        elif kind is int or pointer is None:
+            found.append(pointer)
+        elif kind is DevicePtr:
+            found.append((pointer.address, kind, pointer.nbytes))
+        else:
+            return None
+    return tuple(found)

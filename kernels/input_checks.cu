@@ -69,6 +69,13 @@ extern "C" __global__ void __launch_bounds__(256)
     if (!(scales[i] > 0.0f && scales[i] <= 3.40282347e38f)) report(first, i);
 }
 
+// F32 scores of sinks: no NaN, no +infinity. -infinity is no sink, and allowed.
+extern "C" __global__ void __launch_bounds__(256)
+    input_sinks(const float* sinks, i64* first, u32 count) {
+  for (u64 i = first_index(); i < count; i += index_step())
+    if (!(sinks[i] <= 3.40282347e38f)) report(first, i);
+}
+
 // NVFP4 scale bytes of live tokens that are no NaN; `groups` of them a token and KV head. Index:
 // [num_seqs, width * block_size, num_kv_heads, groups]. In a block the scales are [block_size,
 // num_kv_heads, groups], or heads first. Blocks outside the pool are another check's to report.

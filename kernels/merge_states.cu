@@ -8,6 +8,8 @@
 // A row without keys in any part is 0 with LSE -inf; a NaN LSE makes its row NaN. out and out_lse may be
 // one of the parts.
 #include "numeric/bf16.cuh"
+#include "numeric/f16.cuh"
+#include "ptx.cuh"
 
 constexpr u32 MERGE_VECTOR = 4;  // values a lane takes at once
 
@@ -24,6 +26,19 @@ struct Bf16Part {
   static DEVICE void store(bf16_bits* values, float4 v) {
     *reinterpret_cast<uint2*>(values) =
         make_uint2(floats_to_bf16x2(v.x, v.y), floats_to_bf16x2(v.z, v.w));
+  }
+};
+
+struct HalfPart {
+  using Element = u16;
+
+  static DEVICE float4 load(const u16* values) {
+    const uint2 pairs = *reinterpret_cast<const uint2*>(values);
+    return make_float4(f16_to_float(pairs.x & 0xffffu), f16_to_float(pairs.x >> 16),
+                       f16_to_float(pairs.y & 0xffffu), f16_to_float(pairs.y >> 16));
+  }
+  static DEVICE void store(u16* values, float4 v) {
+    *reinterpret_cast<uint2*>(values) = make_uint2(ptx::pack_f16x2(v.x, v.y), ptx::pack_f16x2(v.z, v.w));
   }
 };
 
@@ -109,5 +124,20 @@ extern "C" __global__ void __launch_bounds__(128)
                              u32 num_parts, u64 num_rows, u32 head_dim, u64 part_stride,
                              u64 lse_stride) {
   merge<FloatPart, Bf16Part>(outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride,
+                             lse_stride);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    merge_states_f16(const u16* outputs, const float* lses, u16* out, float* out_lse, u32 num_parts,
+                     u64 num_rows, u32 head_dim, u64 part_stride, u64 lse_stride) {
+  merge<HalfPart, HalfPart>(outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride,
+                            lse_stride);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    merge_states_f32_to_f16(const float* outputs, const float* lses, u16* out, float* out_lse,
+                            u32 num_parts, u64 num_rows, u32 head_dim, u64 part_stride,
+                            u64 lse_stride) {
+  merge<FloatPart, HalfPart>(outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride,
                              lse_stride);
 }

@@ -49,8 +49,45 @@ DEVICE u32 pack_bf16x2(float low, float high) {
   return result;
 }
 
+#if __CUDA_ARCH__ >= 860
+#define CUPAGED_HARDWARE_MAGNITUDES 1
+// Halves with the larger magnitude of a and b and the product of their signs; a NaN in either is a NaN.
+DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
+  u32 result;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+// The same with the smaller magnitude.
+DEVICE u32 min_magnitude_bf16x2(u32 a, u32 b) {
+  u32 result;
+  asm("min.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+// The same for f16x2.
+DEVICE u32 min_magnitude_f16x2(u32 a, u32 b) {
+  u32 result;
+  asm("min.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+#endif
+
 #if __CUDA_ARCH__ >= 890
 #define CUPAGED_HARDWARE_E4M3 1
+// Four floats to E4M3, the first in the lowest byte: round to nearest even, saturating; NaN becomes
+// 0x7F.
+DEVICE u32 floats_to_e4m3x4(float a, float b, float c, float d) {
+  u32 result;
+  asm("{ .reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high}; }"
+      : "=r"(result)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return result;
+}
+
 // Two E4M3 codes to f16x2 (exact); the low byte becomes the low half.
 DEVICE u32 e4m3x2_to_f16x2(u32 codes) {
   u32 result;
@@ -292,6 +329,15 @@ DEVICE u32 atomic_inc_acq_rel(u32* pointer, u32 limit) {
 DEVICE uint4 load_streaming_16(const void* pointer) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer));
+  return v;
+}
+
+// Read-only 16 bytes, asked for where it is written: the compiler does not move it behind a branch.
+DEVICE uint4 load_now_16(const void* pointer) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(pointer));
   return v;

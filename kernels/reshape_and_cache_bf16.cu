@@ -2,12 +2,11 @@
 #include "cache/write.cuh"
 
 struct Bf16Store {
-  static constexpr int DATA_BYTES = 2 * WRITE_GROUP;
+  static constexpr int VALUES = 8;
+  static constexpr int DATA_BYTES = 2 * VALUES;
 
-  DEVICE void store(const u32 (&pairs)[8], u32, u8* data, u8*) const {
-    uint4* words = reinterpret_cast<uint4*>(data);
-    words[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    words[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+  DEVICE void store(const u32 (&pairs)[4], u32, u8* data, u8*) const {
+    *reinterpret_cast<uint4*>(data) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 };
 
@@ -16,10 +15,8 @@ extern "C" __global__ void __launch_bounds__(256)
                            const i64* slot_mapping, u32 num_tokens, u32 num_kv_heads, u32 head_dim,
                            u32 block_size, u32 key_stride, u32 value_stride, u64 cache_stride,
                            u32 heads_first, u64 num_slots) {
-  constexpr u32 ROW = 2 * SPEC_HEAD_DIM;
   write_tokens<Bf16Store, SPEC_HEAD_DIM, SPEC_BLOCK_SIZE>(
       {key, value, k_cache, v_cache, slot_mapping, num_tokens, num_kv_heads, key_stride, value_stride,
-       num_slots,
-       write_geometry(2 * cache_stride, 0, num_kv_heads, SPEC_BLOCK_SIZE, ROW, 0, heads_first != 0)},
+       num_slots, 2 * cache_stride, 0, heads_first != 0},
       Bf16Store{}, Bf16Store{});
 }

@@ -35,6 +35,10 @@ def make_gpu(name: str) -> object:
         import cupy
 
         cupy.cuda.set_allocator(None)
+    if os.environ.get("CUPAGED_TEST_EVERY_LANE_ARRIVES"):  # see kernels/ring/pipeline.cuh
+        from cupaged.backends.cupy import nvrtc
+
+        nvrtc._FIXED_OPTIONS = (*nvrtc._FIXED_OPTIONS, "-DRING_EVERY_LANE_ARRIVES")
     return backend
 
 

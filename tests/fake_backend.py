@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupaged.backends.emulator import memory
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.handle import HandleFactory, KernelHandle
 from cupaged.launch import KernelLaunch
@@ -84,6 +85,9 @@ class FakeBackend(HandleFactory):
         loads: every source that was to be compiled.
         launches: every launch.
         allocations: how many arrays were made.
+        made: their addresses.
+        prepared: how many launches were prepared.
+        again: how many of these were made.
         before_read: called at each launch before its parameters are read.
     """
 
@@ -96,6 +100,8 @@ class FakeBackend(HandleFactory):
         self.loads: list[KernelSource] = []
         self.launches: list[Launch] = []
         self.allocations = 0
+        self.made: set[int] = set()
+        self.prepared = self.again = 0
         self.before_read: Callable[[], object] = lambda: None
 
     @property
@@ -144,9 +150,52 @@ class FakeBackend(HandleFactory):
             return int(value)
         raise ArgumentTypeError(f"pointer: got {type(value).__name__}, allowed: int, DevicePtr, NumPy array")
 
+    def views(self, pointers: Sequence[Any]) -> tuple[Any, ...] | None:
+        return memory.views(pointers)
+
+    def prepare(
+        self,
+        kernel: FakeKernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_mem: int,
+        parameters: bytes,
+        offsets: Sequence[int],
+        stream: int,
+        arguments: Mapping[int, Any],
+        cooperative: bool = False,
+        overlapping: bool = False,
+    ) -> Callable[[], None] | None:
+        """Not of a caller's arrays, which would be kept."""
+        if any(self.pointer(x) not in self.made for x in arguments.values()):
+            return None
+        self.prepared += 1
+        kinds = [p.kind for p in kernel.source.parameters]
+        packed = [parameters[at : at + _SIZES[kind]] for at, kind in zip(offsets, kinds, strict=True)]
+        launch = Launch(
+            kernel.source,
+            grid,
+            block,
+            shared_mem,
+            stream,
+            list(offsets),
+            packed,
+            dict(arguments),
+            cooperative,
+        )
+
+        def again() -> None:
+            self.before_read()
+            self.again += 1
+            self.launches.append(launch)
+
+        return again
+
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         self.allocations += 1
-        return aligned(shape, dtype)
+        array = aligned(shape, dtype)
+        self.made.add(array.ctypes.data)
+        return array
 
     def zeros(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         return self.empty(shape, dtype)

@@ -23,8 +23,10 @@ _MODULES = {
     "gather_tokens_bf16": "cache_blocks",
     "gather_tokens_f32": "cache_blocks",
     "merge_states_bf16": "merge_states",
+    "merge_states_f16": "merge_states",
     "merge_states_f32": "merge_states",
     "merge_states_f32_to_bf16": "merge_states",
+    "merge_states_f32_to_f16": "merge_states",
     "paged_decode_attn_reduce_fp8": "paged_decode_attn_reduce",
     "paged_decode_attn_reduce_nvfp4": "paged_decode_attn_reduce",
     "paged_decode_attn_splitk_bf16": "paged_decode_attn_bf16",
@@ -155,13 +157,14 @@ def _array(launcher: str, name: str) -> npt.NDArray[Any]:
     if name == "data":
         return rows(13, 120, (100,)) if launcher.endswith("rows") else aligned(1000, np.uint16)
     if name == "outputs":
-        dtype = "bfloat16" if launcher == "merge_states_bf16" else "float32"
+        dtype = {"merge_states_bf16": "bfloat16", "merge_states_f16": "float16"}.get(launcher, "float32")
         return rows(4, SCALARS["part_stride"], (13, 64), np.dtype(getattr(ml_dtypes, dtype, dtype)))
     if name == "lses":
         return rows(4, SCALARS["lse_stride"], (13,), np.float32)
     if name == "out" or (name == "output" and launcher.startswith("gather")):
         shape = (13, 64) if name == "out" else (40, 2, 64)
-        return aligned(shape, np.float32 if launcher.endswith("f32") else ml_dtypes.bfloat16)
+        dtypes = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+        return aligned(shape, dtypes[launcher.rpartition("_")[2]])
     if name in ("k_cache", "v_cache", "k_pool", "v_pool"):
         return aligned(*_POOLS[format_of(launcher)])
     return aligned(*_ARRAYS[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,14 @@ from cupaged import ops
 from cupaged.decode import Decoder
 from cupaged.formats import BF16, FP8, CacheFormat
 from tests.poison import Guarded, PagedCase
-from tests.rig import BF16_NAN, DeviceGuarded, Rig, UploadedCase, upload_case
+from tests.rig import DeviceGuarded, Rig, UploadedCase, upload_case
 
 PATHS = ("single", "splits1", "splits2", "splits7", "decoder", "tiled1", "tiled3")
 DECODER_SEQS = 64
+HOST_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 _MODULES = {"attention_finalize": "paged_decode_attn_tiled"}
 
-_decoders: weakref.WeakKeyDictionary[Rig, dict[tuple[object, ...], Decoder]] = weakref.WeakKeyDictionary()
+_decoders: weakref.WeakKeyDictionary[Rig, dict[object, Decoder]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Decoded:
     """What a path gave.
 
     Attributes:
-        out: bfloat16 ``[num_seqs, num_q_heads, head_dim]``.
-        lse: F32 ``[num_seqs, num_q_heads]`` where the path has it.
+        out: bfloat16 ``[num_seqs, num_q_heads, head_dim]``, or as a decoder was asked.
+        lse: F32 of the same shape without head_dim, where the path has it.
         workspace: F32 ``[num_seqs, num_q_heads, num_splits, head_dim + 2]`` of a split path.
     """
 
@@ -106,10 +108,10 @@ def arguments(up: UploadedCase) -> dict[str, Any]:
     }
 
 
-def guarded_output(rig: Rig, shape: tuple[int, ...]) -> DeviceGuarded:
-    """BF16 NaN between guard bytes."""
-    host = Guarded.allocate(shape, np.uint16)
-    host.array[...] = BF16_NAN
+def guarded_nan(rig: Rig, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceGuarded:
+    """NaN between guard bytes; uint16 is BF16."""
+    host = Guarded.allocate(shape, dtype)
+    host.array.reshape(-1).view(np.uint8)[...] = 0xFF
     return rig.upload_guarded(host)
 
 
@@ -126,8 +128,8 @@ def run_uploaded(up: UploadedCase, path: str, /, stream: Any = None, **changed: 
     rig, shape = up.rig, up.case.q.shape
     named = arguments(up) | changed
     if path == "decoder":
-        return _run_decoder(up, named, stream)
-    output = guarded_output(rig, shape)
+        return decode_case(up, None, stream, **changed)
+    output = guarded_nan(rig, shape, np.uint16)
     if path.startswith("tiled"):
         lse = _run_tiled(up, named | {"output": output.array}, int(path[5:]), stream)
         return _finished(rig, output, lse=lse)
@@ -136,9 +138,7 @@ def run_uploaded(up: UploadedCase, path: str, /, stream: Any = None, **changed: 
         call(rig, f"paged_decode_attn_{fmt}", stream, **named, output=output.array)
         return _finished(rig, output)
     splits = int(path.removeprefix("splits"))
-    held = Guarded.allocate((*shape[:2], splits, shape[2] + 2), np.float32)
-    held.array[...] = np.nan
-    workspace = rig.upload_guarded(held)
+    workspace = guarded_nan(rig, (*shape[:2], splits, shape[2] + 2), np.float32)
     named |= {"workspace": workspace.array, "output": output.array, "num_splits": splits}
     call(rig, f"paged_decode_attn_splitk_{fmt}", stream, **named)
     call(rig, f"paged_decode_attn_reduce_{'nvfp4' if fmt == 'nvfp4' else 'fp8'}", stream, **named)
@@ -146,40 +146,65 @@ def run_uploaded(up: UploadedCase, path: str, /, stream: Any = None, **changed: 
     return _finished(rig, output, workspace=rig.download(workspace.array))
 
 
-def _finished(rig: Rig, output: DeviceGuarded, **parts: Any) -> Decoded:
+def _finished(rig: Rig, output: DeviceGuarded, dtype: str = "bfloat16", **parts: Any) -> Decoded:
     rig.assert_guards_intact(output)
-    bits = rig.download(output.array)
-    return Decoded(bits.view(np.uint16).view(ml_dtypes.bfloat16), **parts)
+    bits = rig.download(output.array).view(np.uint16)
+    return Decoded(bits.view(HOST_DTYPES[dtype]), **parts)
 
 
-def decoder_of(rig: Rig, case: PagedCase) -> Decoder:
-    """The rig's decoder for such cases, made once."""
+def kept_decoder(rig: Rig, key: object, make: Callable[[], Decoder]) -> Decoder:
+    """The rig's decoder of a kind, made once."""
     kept = _decoders.setdefault(rig, {})
-    max_seqs = max(DECODER_SEQS, case.num_seqs)
-    key = (case.layout, case.num_q_heads, max_seqs)
     if key not in kept:
-        kept[key] = Decoder(rig.gpu, case.layout, case.num_q_heads, max_seqs)
+        kept[key] = make()
     return kept[key]
 
 
-def _run_decoder(up: UploadedCase, named: dict[str, Any], stream: Any) -> Decoded:
-    rig, case = up.rig, up.case
-    output = guarded_output(rig, case.q.shape)
-    held = Guarded.allocate(case.q.shape[:2], np.float32)
-    held.array[...] = np.nan
-    lse = rig.upload_guarded(held)
-    names = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "num_seqs", "max_blocks_per_seq",
-             "sliding_window", "q_stride", "num_blocks")  # fmt: skip
-    scales = ("k_scale", "v_scale") if case.layout.format == FP8 else ()
-    decoder_of(rig, case).decode(
-        **{name: named[name] for name in (*names, *scales)},
-        output=output.array,
-        lse=lse.array,
-        stream=rig.stream if stream is None else stream,
-        softmax_scale=named["inv_sqrt_d"],
-    )
+def decoder_of(rig: Rig, case: PagedCase) -> Decoder:
+    """The rig's decoder for such cases."""
+    max_seqs = max(DECODER_SEQS, case.num_seqs)
+    key = (case.layout, case.num_q_heads, max_seqs)
+    return kept_decoder(rig, key, lambda: Decoder(rig.gpu, case.layout, case.num_q_heads, max_seqs))
+
+
+def decode_guarded(
+    rig: Rig, decoder: Decoder, shape: tuple[int, ...], arguments: dict[str, Any], dtype: str = "bfloat16"
+) -> Decoded:
+    """Decode into an output and an LSE of NaN between guard bytes: how every test runs a `Decoder`.
+
+    Args:
+        rig: the backend.
+        decoder: of that backend.
+        shape: of the output, ``[..., num_q_heads, head_dim]``.
+        arguments: of `Decoder.decode`; an output or LSE among them takes the place of the guarded one.
+        dtype: of the output, "bfloat16" or "float16".
+    """
+    output = guarded_nan(rig, shape, np.uint16 if dtype == "bfloat16" else np.float16)
+    lse = guarded_nan(rig, shape[:-1], np.float32)
+    decoder.decode(**{"output": output.array, "lse": lse.array, **arguments})
     rig.assert_guards_intact(lse)
-    return _finished(rig, output, lse=rig.download(lse.array))
+    return _finished(rig, output, dtype, lse=rig.download(lse.array))
+
+
+def decode_case(
+    up: UploadedCase, decoder: Decoder | None = None, stream: Any = None, /, **changed: Any
+) -> Decoded:
+    """Decode a case that is on the device, by the rig's decoder for such cases or another."""
+    decoder = decoder or decoder_of(up.rig, up.case)
+    return decode_guarded(up.rig, decoder, up.case.q.shape, decoder_arguments(up, stream, **changed))
+
+
+def decoder_arguments(up: UploadedCase, stream: Any = None, /, **changed: Any) -> dict[str, Any]:
+    """What `Decoder.decode` calls the parts of a case, but for its outputs."""
+    named = arguments(up) | changed
+    names = ["q", "k_cache", "v_cache", "block_tables", "seq_lens", "num_seqs", "max_blocks_per_seq",
+             "sliding_window", "q_stride", "num_blocks"]  # fmt: skip
+    names += ["k_scale", "v_scale"] if up.case.layout.format == FP8 else []
+    return {
+        **{name: named[name] for name in names},
+        "softmax_scale": named["inv_sqrt_d"],
+        "stream": up.rig.stream if stream is None else stream,
+    }
 
 
 def _run_tiled(up: UploadedCase, named: dict[str, Any], capacity: int, stream: Any) -> Any:

@@ -35,7 +35,7 @@ def test_entries_that_are_compiled_apart_are_units_of_their_own() -> None:
     ("entry", "formats"),
     [
         ("paged_decode_attn_nvfp4", [{}]),
-        (PLANNED, [{"key_format": f, "value_format": f, "latency": n} for f in range(3) for n in range(3)]),
+        (PLANNED, [{"key_format": f, "value_format": f, "latency": n} for f in range(3) for n in range(4)]),
         ("paged_decode_attn_chunked", [{"key_format": f, "value_format": f} for f in range(3)]),
     ],
 )

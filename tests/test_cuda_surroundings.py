@@ -94,7 +94,7 @@ pathfinder.load_nvidia_dynamic_lib = no
     message = err.splitlines()[-1]
     assert "NVRTC, CUDA's run-time compiler, cannot be loaded (libnvrtc.so.12 not found" in message
     assert "CUDA_PATH is '/opt/elsewhere'" in message
-    assert "pip install 'cupaged[cuda12]'" in message
+    assert f"pip install '{installation.package()}[cuda12]'" in message
 
 
 def test_nvrtc_without_its_other_half(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_cupy_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "wheels", lambda: ())
     for name in ("cupy", "cupy_backends", "cupy_backends.cuda.libs"):
         monkeypatch.setitem(sys.modules, name, None)
-    message = r"CuPy is not installed .*pip install 'cupaged\[cuda12\]'.*cupaged.EmulatorBackend"
+    message = r"CuPy is not installed .*pip install '\.\[cuda12\]'.*cupaged.EmulatorBackend"
     with pytest.raises(BackendUnavailableError, match=message):
         CupyBackend()
     with pytest.raises(BackendUnavailableError, match=message):
@@ -139,7 +139,7 @@ def test_cupy_is_half_installed(tmp_path: Path) -> None:
     assert re.search(
         r"CuPy cannot be imported \(cannot import name '_core'.*\), though cupy-cuda12x 14", message
     )
-    assert "pip uninstall -y cupy-cuda12x && pip install 'cupaged[" in message
+    assert "pip uninstall -y cupy-cuda12x && pip install '" in message
     assert "cupaged.EmulatorBackend" in message
 
 
@@ -153,7 +153,8 @@ def test_two_cupys_overwrite_each_other(cuda: FakeCuda, monkeypatch: pytest.Monk
     assert "cupy-cuda12x 14.2.0, cupy-cuda13x 14.1.0 is installed; these overwrite each other" in str(
         caught.value
     )
-    assert "pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install 'cupaged[cuda13]'" in str(caught.value)
+    command = f"pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install '{installation.package()}[cuda13]'"
+    assert command in str(caught.value)
 
 
 def test_cupy_for_a_newer_cuda_than_the_driver(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +166,8 @@ def test_cupy_for_a_newer_cuda_than_the_driver(cuda: FakeCuda, monkeypatch: pyte
         CupyBackend()
     assert str(caught.value) == (
         "cupy-cuda13x 14.2.0 is built for CUDA 13, but the driver supports CUDA 12.4 at most; mend it with: "
-        "pip uninstall -y cupy-cuda13x && pip install 'cupaged[cuda12]' (or update the driver); without a "
-        "GPU, cupaged.EmulatorBackend runs the same kernels on the CPU"
+        f"pip uninstall -y cupy-cuda13x && pip install '{installation.package()}[cuda12]' "
+        "(or update the driver); without a GPU, cupaged.EmulatorBackend runs the same kernels on the CPU"
     )
 
 
@@ -237,9 +238,7 @@ def test_nvrtc_older_than_the_gpu(
 
 def test_nvrtc_that_knows_no_gpu_of_use(cuda: FakeCuda) -> None:
     cuda.capability, cuda.archs = (12, 1), (50, 60, 70, 75)
-    message = (
-        r"capability 12.1.*supports 50, 60, 70, 75; NVRTC is too old for it.*pip install 'cupaged\[cuda12\]'"
-    )
+    message = r"capability 12.1.*supports 50, 60, 70, 75; NVRTC is too old for it.*pip install '\.\[cuda12\]'"
     with pytest.raises(BackendUnavailableError, match=message):
         CupyBackend()
 

@@ -99,6 +99,13 @@ def test_more_shared_memory_is_asked_for_once(gpu: Any, devices: Devices) -> Non
         launch(gpu, shared_mem=300_000)
 
 
+def configuration(address: int) -> tuple[Any, ...]:
+    """What CUlaunchConfig says."""
+    given = extended_launch.Config.from_address(address)
+    attributes = [(a.id, a.value) for a in given.attributes[: given.num_attributes]]
+    return tuple(given.grid), tuple(given.block), given.shared_mem, given.stream, attributes
+
+
 @pytest.mark.parametrize("cooperative", [False, True])
 def test_overlapping_launches(
     gpu: Any, devices: Devices, monkeypatch: pytest.MonkeyPatch, cooperative: bool
@@ -106,26 +113,14 @@ def test_overlapping_launches(
     """The bytes of CUlaunchConfig as the driver reads them."""
     seen: list[tuple[Any, ...]] = []
 
-    def launch_kernel_ex(config: Any, function: int, params: int, extra: None) -> int:
-        given = config._obj
-        attributes = [(a.id, a.value) for a in given.attributes[: given.num_attributes]]
-        seen.append(
-            (
-                tuple(given.grid),
-                tuple(given.block),
-                given.shared_mem,
-                given.stream,
-                attributes,
-                function,
-                params,
-            )
-        )
+    def launch_kernel_ex(config: int, function: int, params: int, extra: None) -> int:
+        seen.append((*configuration(config), function, params))
         return 0 if len(seen) == 1 else 1
 
     monkeypatch.setattr(extended_launch, "_launch_function", lambda: launch_kernel_ex)
     launch(gpu, cooperative=cooperative, overlapping=True)
-    programmatic, co_operative = (6, 1), (2, int(cooperative))
-    assert seen == [(GRID, BLOCK, SHARED, STREAM, [programmatic, co_operative], 99, PARAMS)]
+    attributes = [(6, 1), (2, 1)] if cooperative else [(6, 1)]
+    assert seen == [(GRID, BLOCK, SHARED, STREAM, attributes, 99, PARAMS)]
     with pytest.raises(LaunchError, match=r"bf16_absmax: the driver refused grid \(5, 6, 7\).*CUDA error 1"):
         launch(gpu, cooperative=cooperative, overlapping=True)
     assert devices.calls == []
@@ -139,7 +134,7 @@ def test_older_gpus_do_not_overlap(gpu: Any, devices: Devices) -> None:
 
 def test_the_configuration_is_laid_out_as_the_driver_has_it() -> None:
     """Offsets of CUlaunchConfig in cuda.h, on 64-bit systems."""
-    config = extended_launch._Config
+    config = extended_launch.Config
     offsets = {name: getattr(config, name).offset for name, _ in config._fields_}
     assert offsets == {
         "grid": 0,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,7 +76,7 @@ def test_nothing_works(tmp_path: Path) -> None:
     assert "emulator  not available: the emulator needs a C++ compiler, but CXX is 'clang-99'" in done.stdout
     assert "apt-get install g++" in done.stdout
     assert "(half of it is missing)" in done.stdout
-    assert "pip install 'cupaged[cuda" in done.stdout
+    assert f"pip install '{installation.package()}[cuda" in done.stdout
 
 
 def test_gpus_and_the_target_chosen_for_each(tmp_path: Path) -> None:
@@ -183,8 +185,40 @@ def test_two_cupys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "built for CUDA 12.9" in found.found
     assert found.problem == (
         "more than one CuPy is installed; keep one: pip uninstall -y cupy-cuda12x cupy-cuda13x && "
-        "pip install 'cupaged[cuda12]'"
+        f"pip install '{installation.package()}[cuda12]'"
     )
+
+
+def test_where_the_package_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip is told the checkout, from wherever; the package's name where there is none."""
+    root = Path(__file__).resolve().parents[1]
+    monkeypatch.chdir(root)
+    assert installation.package() == "."
+    monkeypatch.chdir(tmp_path)
+    assert installation.package() == str(root)
+    installed = tmp_path / "site-packages" / "cupaged" / "backends" / "cupy"
+    monkeypatch.setattr(installation, "__file__", str(installed / "installation.py"))
+    for url, package in (
+        (root.as_uri(), str(root)),
+        ("file:///nowhere", "cupaged"),
+        ("https://x/y", "cupaged"),
+    ):
+        text = json.dumps({"url": url})
+        distribution = SimpleNamespace(read_text=lambda name, text=text: text)
+        monkeypatch.setattr(importlib.metadata, "distribution", lambda name, found=distribution: found)
+        assert installation.package() == package
+
+
+def test_a_problem_is_told_once(tmp_path: Path) -> None:
+    """With the backend that it keeps from working; what was looked for points there."""
+    env = environment(tmp_path / "cache", CXX="clang-99", CUDA_VISIBLE_DEVICES="")
+    report, text = (command("doctor", *options, env=env).stdout for options in (["--json"], []))
+    found = json.loads(report)
+    problems = [found[name]["problem"] for name in ("cupy", "driver", "compiler")]
+    assert found["compiler"]["problem"]
+    for problem in filter(None, problems):
+        assert text.count(problem) == 1
+    assert "C++       not usable, see emulator below" in text
 
 
 def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ml_dtypes
@@ -106,8 +107,8 @@ def test_misaligned_pointers_name_the_parameter(gpu: FakeBackend, parameter: str
 
 
 SPEC = {"head_dim": 64, "gqa_ratio": 4, "num_kv_heads": 2, "block_size": 16}
-RING = ("block_heads", "block_head_tiles", "token_warps", "stage_tiles", "stages", "blocks_per_sm", "bulk",
-        "joined", "fill_delay", "sequence_cost")  # fmt: skip
+RING = ("block_heads", "block_head_tiles", "warp_row_tiles", "token_warps", "stage_tiles", "stages",
+        "blocks_per_sm", "bulk", "joined", "fill_delay", "sequence_cost")  # fmt: skip
 
 
 def warmed(gpu: FakeBackend) -> dict[str, int]:
@@ -198,7 +199,7 @@ PLANNED = ("paged_decode_attn_planned", "paged_decode_attn_plan")
 BAD_PLANNED: list[tuple[str, Any, type[Exception]]] = [
     *((name, 2, ValueError) for name in ("heads_first", "joined", "causal", "soft_cap", "query_f16", "many")),
     *((name, bad, ValueError) for name in ("key_format", "value_format") for bad in (-1, 3)),
-    *(("query_tokens", bad, ValueError) for bad in (0, 9)),
+    *(("query_tokens", bad, ValueError) for bad in (0, 25)),
     *((name, True, TypeError) for name in ("causal", "latency", "key_format")),
 ]
 
@@ -257,19 +258,25 @@ ACCEPTED: list[tuple[tuple[str, str], int, Any]] = [
     (REDUCE, 0, np.float32),
     (("reshape_and_cache_nvfp4", "reshape_and_cache_nvfp4"), 2, np.uint8),
 ]
+BF16_BITS, E4M3_BITS = "uint16 (BF16 as bits)", "uint8 (E4M3 as bits)"
 REFUSED: list[tuple[tuple[str, str], int, Any, str]] = [
-    (WRITER, 0, np.float16, "key: got dtype float16, allowed: bfloat16, uint16"),
-    (WRITER, 0, np.float32, "key: got dtype float32, allowed: bfloat16, uint16"),
-    (WRITER, 0, np.int16, "key: got dtype int16, allowed: bfloat16, uint16"),
-    (WRITER, 1, ml_dtypes.float8_e4m3fn, "value: got dtype float8_e4m3fn, allowed: bfloat16, uint16"),
-    (WRITER, 2, ml_dtypes.float8_e5m2, "k_cache: got dtype float8_e5m2, allowed: float8_e4m3fn, uint8"),
-    (WRITER, 2, np.int8, "k_cache: got dtype int8, allowed: float8_e4m3fn, uint8"),
-    (WRITER, 3, np.uint16, "v_cache: got dtype uint16, allowed: float8_e4m3fn, uint8"),
+    (WRITER, 0, np.float16, f"key: got dtype float16, allowed: bfloat16, {BF16_BITS}"),
+    (WRITER, 0, np.float32, f"key: got dtype float32, allowed: bfloat16, {BF16_BITS}"),
+    (WRITER, 0, np.int16, f"key: got dtype int16, allowed: bfloat16, {BF16_BITS}"),
+    (WRITER, 1, ml_dtypes.float8_e4m3fn, f"value: got dtype float8_e4m3fn, allowed: bfloat16, {BF16_BITS}"),
+    (
+        WRITER,
+        2,
+        ml_dtypes.float8_e5m2,
+        f"k_cache: got dtype float8_e5m2, allowed: float8_e4m3fn, {E4M3_BITS}",
+    ),
+    (WRITER, 2, np.int8, f"k_cache: got dtype int8, allowed: float8_e4m3fn, {E4M3_BITS}"),
+    (WRITER, 3, np.uint16, f"v_cache: got dtype uint16, allowed: float8_e4m3fn, {E4M3_BITS}"),
     (WRITER, 4, np.int32, "slot_mapping: got dtype int32, allowed: int64"),
     (WRITER, 4, np.uint64, "slot_mapping: got dtype uint64, allowed: int64"),
     (DECODE, 4, np.uint32, "block_tables: got dtype uint32, allowed: int32"),
     (DECODE, 5, np.int64, "seq_lens: got dtype int64, allowed: int32"),
-    (DECODE, 1, ml_dtypes.float8_e4m3fn, "k_cache: got dtype float8_e4m3fn, allowed: bfloat16, uint16"),
+    (DECODE, 1, ml_dtypes.float8_e4m3fn, f"k_cache: got dtype float8_e4m3fn, allowed: bfloat16, {BF16_BITS}"),
     (REDUCE, 0, np.float64, "workspace: got dtype float64, allowed: float32"),
     (REDUCE, 0, np.dtype(">f4"), "workspace: got dtype >f4, allowed: float32"),
 ]
@@ -284,7 +291,7 @@ def test_dtypes_accepted(gpu: FakeBackend, kernel: tuple[str, str], position: in
 def test_dtypes_refused(
     gpu: FakeBackend, kernel: tuple[str, str], position: int, dtype: Any, message: str
 ) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"^{message}$"):
+    with pytest.raises(ArgumentTypeError, match=f"^{re.escape(message)}$"):
         offer(gpu, kernel, position, aligned((4, 2, 16), dtype))
 
 

@@ -46,14 +46,14 @@ from tests.registry_cases import (
 ENTRIES = {
     "input_checks": [
         *("input_blocks", "input_finite", "input_range", "input_scale_bytes"),
-        *("input_scales", "input_slots", "input_value"),
+        *("input_scales", "input_sinks", "input_slots", "input_value"),
     ],
     "reshape_and_cache_bf16": ["reshape_and_cache_bf16"],
     "reshape_and_cache_fp8": ["reshape_and_cache_fp8"],
     "reshape_and_cache_nvfp4": ["reshape_and_cache_nvfp4"],
     "bf16_absmax": ["bf16_absmax", "bf16_absmax_rows"],
     "cache_blocks": ["copy_cache_blocks", "gather_tokens_bf16", "gather_tokens_f32"],
-    "merge_states": ["merge_states_bf16", "merge_states_f32", "merge_states_f32_to_bf16"],
+    "merge_states": [f"merge_states_{kind}" for kind in ("bf16", "f16", "f32", "f32_to_bf16", "f32_to_f16")],
     "paged_decode_attn_bf16": ["paged_decode_attn_bf16", "paged_decode_attn_splitk_bf16"],
     "paged_decode_attn_fp8": ["paged_decode_attn_fp8", "paged_decode_attn_splitk_fp8"],
     "paged_decode_attn_nvfp4": ["paged_decode_attn_nvfp4", "paged_decode_attn_splitk_nvfp4"],
@@ -110,7 +110,9 @@ def test_every_pointer_says_what_it_holds_and_how_it_is_aligned(entry: KernelEnt
     pointers = {name for name, p in parameters_of(entry).items() if p.kind == "ptr"}
     assert set(entry.holds) == pointers
     assert entry.strided <= pointers
-    element = {"bf16": 2, "half": 2, "fp8": 1, "nvfp4": 1, "bytes": 1, "f32": 4, "i32": 4, "u32": 4, "i64": 8}
+    assert {*entry.nullable, *sum(entry.nullable.values(), ())} <= parameters_of(entry).keys()
+    element = {"bf16": 2, "f16": 2, "half": 2, "fp8": 1, "nvfp4": 1, "bytes": 1, "f32": 4, "i32": 4, "u32": 4,
+               "i64": 8}  # fmt: skip
     assert element.keys() == DTYPES.keys()
     for name in pointers:
         multiple = entry.multiples[name]
@@ -121,6 +123,7 @@ def test_every_pointer_says_what_it_holds_and_how_it_is_aligned(entry: KernelEnt
 C_TYPES = {
     "bf16": ("bf16_bits*", "u8*"),
     "half": ("u16*",),
+    "f16": ("u16*",),
     "fp8": ("u8*",),
     "nvfp4": ("u8*",),
     "bytes": ("u8*",),
@@ -300,7 +303,7 @@ def problems(count: int) -> list[tuple[RingProblem, DeviceLimits]]:
                 draw.choice((1, 2, 3, 4, 8, 15, 16, 17, 32, 48, 100, 256)),
                 draw.choice(RATIOS) * draw.randint(1, 8),
                 heads_first=draw.random() < 0.3,
-                latency=draw.randrange(3),
+                latency=draw.randrange(4),
             ),
             draw.choice(DEVICES),
         )
@@ -315,7 +318,9 @@ def test_ring_shapes_divide_all_work_and_fit() -> None:
         shape = ring_shape(problem, limits)
         tiles = head_tiles(problem.head_rows)
         assert problem.num_kv_heads % shape.block_heads == 0
-        assert shape.block_head_tiles == tiles or (shape.block_heads == 1 and shape.block_head_tiles < tiles)
+        assert shape.block_head_tiles % shape.warp_row_tiles == 0
+        spare = shape.block_head_tiles - tiles  # of a KV head's last warp
+        assert 0 <= spare < shape.warp_row_tiles or (shape.block_heads == 1 and spare < 0)
         slices = shape.slices(problem.num_kv_heads, problem.head_rows)
         parts = div_ceil(tiles, shape.block_head_tiles)
         assert slices * shape.block_heads == problem.num_kv_heads * parts

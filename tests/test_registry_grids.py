@@ -61,7 +61,7 @@ def test_grids_of_the_planned_modules_other_kernels() -> None:
     assert [plan.grid((n,), found, HOPPER)[0] for n in (0, 1, 100_000)] == [0, 1, 1]
 
 
-@pytest.mark.parametrize("latency", [0, 1, 2])
+@pytest.mark.parametrize("latency", [0, 1, 2, 3])
 def test_what_must_be_resident_is(latency: int) -> None:
     """A co-operative launch never has more blocks than the device holds, or is refused."""
     planned, refused = PINNED[0], 0
@@ -112,13 +112,36 @@ def test_other_grids() -> None:
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4"])
 def test_writer_grids_cover_every_group_of_values(fmt: str) -> None:
     entry = find(f"reshape_and_cache_{fmt}", f"reshape_and_cache_{fmt}")
-    for tokens, heads, blocks in ((0, 2, 0), (1, 1, 1), (64, 1, 1), (65, 1, 2), (1000, 8, 125)):
+    wide = 2 if fmt == "bf16" else 1  # threads for 16 values
+    for tokens, heads, blocks in (
+        (0, 2, 0),
+        (1, 1, 1),
+        (64 // wide, 1, 1),
+        (64 // wide + 1, 1, 2),
+        (1000, 8, 125 * wide),
+    ):
         assert grid_of(entry, num_tokens=tokens, num_kv_heads=heads) == (blocks, 1, 1)
 
 
 def test_absmax_grids() -> None:
     flat, rows = find("bf16_absmax", "bf16_absmax"), find("bf16_absmax", "bf16_absmax_rows")
-    for n_elems, blocks in ((0, 0), (1, 1), (512, 1), (513, 2), (512 * 256, 256), (2**32 - 1, 256)):
+    warp = 4096  # elements that a warp takes at a time, of 8 in a block
+    for n_elems, blocks in (
+        (0, 0),
+        (1, 1),
+        (8 * warp, 1),
+        (8 * warp + 8, 2),
+        (2**30, 2**15),
+        (2**32 - 1, 2**15),
+    ):
         assert grid_of(flat, n_elems=n_elems) == (blocks, 1, 1)
-    for num_rows, row_elems, blocks in ((0, 8, 0), (8, 0, 0), (1, 8, 1), (2**20, 8, 1024)):
+    for num_rows, row_elems, blocks in (
+        (0, 8, 0),
+        (8, 0, 0),
+        (1, 8, 1),
+        (9, 8, 2),
+        (3, 3 * warp, 2),
+        (2**20, 8, 2**15),
+        (1, 2**30, 2**15),
+    ):
         assert grid_of(rows, num_rows=num_rows, row_elems=row_elems) == (blocks, 1, 1)

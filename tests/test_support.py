@@ -34,7 +34,7 @@ EXACT = np.array([0.5, 1, 1.5, 2, 3, 4, 6])  # what E2M1 holds, and so all forma
 @pytest.fixture(autouse=True)
 def one_latency_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for small batches are another test's; here they would only be compiled."""
-    monkeypatch.setattr(decode_kernels, "latency_levels", lambda spec, limits: (0, 0, 0))
+    monkeypatch.setattr(decode_kernels, "latency_levels", lambda spec, limits: (0,) * 4)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from cupaged.formats import BF16, FORMATS, FP8, CacheFormat, CacheLayout
 from cupaged.registry.decode import latency_levels, planned_spec
 from tests.fake_backend import FakeBackend, aligned
 from tests.launcher_cases import FACTORS, INTEGERS, LAUNCHERS, addresses, arguments, handle, pairs
+from tests.warm import UNTIL_READY
 
 POINTERS: set[str] = set()
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
@@ -39,7 +40,9 @@ class Warm:
         getattr(ops, self.launcher)(**addresses(self.launcher) | common | changed)
 
     def refuses(self, error: type[Exception], match: str, **changed: Any) -> None:
-        """An error before anything is launched; the good call then works as before."""
+        """An error before anything is launched, also after good calls that are kept; these work as before."""
+        for _ in range(UNTIL_READY):
+            self.call()
         launched = len(self.gpu.launches)
         with pytest.raises(error, match=match) as caught:
             self.call(**changed)
@@ -189,7 +192,7 @@ def test_small_batches_have_kernels_of_their_own(gpu: FakeBackend) -> None:
     spec = planned_spec(key_format=2, value_format=2, head_dim=64, gqa_ratio=4, num_kv_heads=2, block_size=16)
     levels = latency_levels(spec | {"joined": 1}, gpu.limits)
     assert len(set(levels)) > 1
-    for num_seqs, width, level in ((1, 4096, 0), (1, 4095, 1), (16, 256, 0), (4, 257, 1), (4, 256, 2)):
+    for num_seqs, width, level in ((1, 8193, 0), (1, 8192, 1), (16, 256, 1), (4, 257, 2), (4, 256, 3)):
         decoder.decode(**batch | {"num_seqs": num_seqs, "max_blocks_per_seq": width})
         assert gpu.last.constants["SPEC_LATENCY"] == str(levels[level])
 
@@ -236,9 +239,12 @@ def test_a_decoder_checks_every_call(gpu: FakeBackend, fmt: CacheFormat) -> None
         ({"sinks": aligned(7, np.float32)}, "sinks: got 7 elements, needed are 8"),
         ({"sinks": (1 << 20) + 2}, "^sinks: got 0x100002, its address, in bytes, must be a multiple of 4"),
     ):
+        for _ in range(UNTIL_READY):
+            decoder.decode(**batch)
+        launched = len(gpu.launches)
         with pytest.raises((ArgumentValueError, ArgumentTypeError), match=match):
             decoder.decode(**batch | changed)
-    assert len(gpu.launches) == 2
+        assert len(gpu.launches) == launched
     decoder.decode(**batch)
     assert gpu.launches[0] == gpu.last
 

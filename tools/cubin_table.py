@@ -24,6 +24,7 @@ from cupaged.backends.cupy import nvrtc
 from cupaged.registry import KernelEntry, entries, find, limits_of_capability
 from cupaged.registry.decode import is_joined, planned_spec
 from cupaged.registry.ring import FORMATS
+from cupaged.registry.rules import LATENCY_LEVELS
 from tools import cubin_info
 
 HEAD_DIMS, KV_HEADS, RATIOS = (64, 128, 256), (1, 2, 4, 8), (1, 4, 8, 16)
@@ -148,7 +149,9 @@ def _pinned_specialisations(entry: KernelEntry, shape: Shape) -> Iterator[dict[s
     if not entry.shared_mem(entry.constants(planned_spec(**spec), limits_of_capability(90, 1))):
         yield planned_spec(**spec)  # no cache is read
         return
-    for fmt, latency in itertools.product(range(len(FORMATS)), range(3) if entry.cooperative else (0,)):
+    for fmt, latency in itertools.product(
+        range(len(FORMATS)), range(LATENCY_LEVELS if entry.cooperative else 1)
+    ):
         own = {"key_format": fmt, "value_format": fmt, "latency": latency}
         yield planned_spec(**spec, **own)
         section = shape.scalars(0)["data_section_bytes"]

@@ -1,7 +1,9 @@
-"""Hooks of the documentation's build (mkdocs.yml): pages that come from elsewhere in the repository.
+"""Hooks of the documentation's build (mkdocs.yml): what comes from elsewhere in the repository.
 
-Notebooks become lessons, CHANGELOG.md a page; `<!-- README: Heading -->` becomes that section of README.md.
-Links to files that are no pages become plain text, after a look whether the file exists.
+`<!-- notebook: name -->` becomes that notebook, `<!-- changelog -->` CHANGELOG.md, both without their titles;
+`<!-- README: Heading -->` becomes that section of README.md.
+Read as plain Markdown, such a page says where its content is. Links to files that are no
+pages become plain text, after a look whether the file exists.
 """
 
 from __future__ import annotations
@@ -12,36 +14,33 @@ from typing import Any
 
 import jupytext
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 _SECTION = re.compile(r"^<!-- README: (.+?) -->$", re.MULTILINE)
+_NOTEBOOK = re.compile(r"^<!-- notebook: (\w+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
-def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made here."""
-    made = {f"lessons/{path.stem}.md": lesson(path) for path in sorted(NOTEBOOKS.glob("*.py"))}
-    made["changelog.md"] = (ROOT / "CHANGELOG.md").read_text()
-    for uri, text in made.items():
-        files.append(File.generated(config, uri, content=text))
-    return files
+def lesson(name: str) -> str:
+    """A notebook as Markdown, without its front matter, its title and its output."""
+    text: str = jupytext.writes(jupytext.read(NOTEBOOKS / f"{name}.py"), "markdown")
+    return without_title(re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL))
 
 
-def lesson(path: Path) -> str:
-    """A notebook as Markdown, without its front matter, and where it came from."""
-    text: str = jupytext.writes(jupytext.read(path), "markdown")
-    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL).strip()
-    title, _, rest = text.partition("\n")
-    return f"{title}\n\n*The notebook `{path.relative_to(ROOT)}`, without its output.*\n{rest}\n"
+def without_title(text: str) -> str:
+    """What stands below the first heading; the page has one of its own."""
+    return text.strip().partition("\n")[2]
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     """Fill in sections of the README, then look after links that leave the documentation."""
     markdown = _SECTION.sub(lambda match: readme_section(match[1], page), markdown)
+    markdown = _NOTEBOOK.sub(lambda match: lesson(match[1]), markdown)
+    markdown = markdown.replace("<!-- changelog -->", without_title((ROOT / "CHANGELOG.md").read_text()))
     parts = _CODE.split(markdown)  # every second one is code
     parts[::2] = [_LINK.sub(lambda match: link(match, page, files), text) for text in parts[::2]]
     return "".join(parts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import best_peer, peer_ratio
+from benchmarks.report import best_peer, error_of, peer_ratio
 
 FORMATS = ("bf16", "fp8", "nvfp4")
 IMAGE = "docs/images/decode_roofline.svg"
@@ -70,7 +70,8 @@ def _peer(rows: Sequence[Row], peer: Sequence[Row]) -> str:
     for row in rows:
         best = best_peer(peer, row["load"], row["format"])
         if best:
-            lines.setdefault(row["load"], {})[row["format"]] = f"{best['median_us']:.1f} ({best['path']})"
+            inside = ", ".join(part for part in (best["path"], error_of(best)) if part)
+            lines.setdefault(row["load"], {})[row["format"]] = f"{best['median_us']:.1f} ({inside})"
     if not lines:
         return "FlashInfer on the same loads: not measured."
     body = [[name, *(cells.get(f, "not measured") for f in FORMATS)] for name, cells in lines.items()]
@@ -80,9 +81,11 @@ def _peer(rows: Sequence[Row], peer: Sequence[Row]) -> str:
         if plans
         else ""
     )
-    return f"FlashInfer on the same loads, timed the same way, its best path in brackets.{plan}\n\n" + table(
-        ["microseconds", *FORMATS], body
+    title = (
+        "FlashInfer on the same loads, timed the same way; in brackets its best path, and that path's "
+        f"relative error to float64.{plan}"
     )
+    return f"{title}\n\n" + table(["microseconds", *FORMATS], body)
 
 
 def latency(rows: Sequence[Row]) -> str:

@@ -11,6 +11,11 @@ from tools.performance_tables import commit_of, table
 Result = dict[str, Any]
 Load = Callable[[str], Result | None]
 
+RACECHECK = (
+    "racecheck is given kernels in which every lane tells that it has read a stage. In the usual build one "
+    "lane does so for its warp, after a `__syncwarp`, whose order the tool does not follow "
+    "(`kernels/ring/pipeline.cuh`)."
+)
 SUITES = {
     "tests": "test suite",
     "big": "tests with big pools and batches",
@@ -39,8 +44,9 @@ def suites(load: Load) -> str:
             ]
         )
     tools = " and ".join(tool for tool in SANITIZERS if (load(tool) or {}).get("reports"))
-    note = f"\n\nThe reports of {tools} have not been explained yet." if tools else ""
-    return table(["on the GPU", "tests run", "failed", "sanitizer reports", "commit"], rows) + note
+    unexplained = f" The reports of {tools} have not been explained yet." if tools else ""
+    header = ["on the GPU", "tests run", "failed", "sanitizer reports", "commit"]
+    return f"{table(header, rows)}\n\n{RACECHECK}{unexplained}"
 
 
 def fuzz(result: Result | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,12 +79,45 @@ class GpuBackend(Protocol):
             overlapping: the kernel waits by itself for the one before, and may be launched while that ends.
         """
 
+    def prepare(
+        self,
+        kernel: LoadedKernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_mem: int,
+        parameters: bytes,
+        offsets: Sequence[int],
+        stream: int,
+        arguments: Mapping[int, Any],
+        cooperative: bool = False,
+        overlapping: bool = False,
+    ) -> Callable[[], None] | None:
+        """A launch that was made before, to make it again; threads may share it, and it keeps no array.
+
+        Args:
+            parameters: packed as the driver takes them.
+            offsets: of each parameter in these bytes.
+            kernel, grid, block, shared_mem, stream, arguments, cooperative, overlapping: as `launch_packed`
+                takes them.
+
+        Returns:
+            None where the backend must have each launch by `launch_packed`.
+        """
+
     def pointer(self, value: Any) -> int:
         """Device address of an array that lives on this backend.
 
         Raises:
             ArgumentTypeError: the object is nothing that lives on a device like this one.
             ArgumentValueError: it lives on another device.
+        """
+
+    def views(self, pointers: Sequence[Any]) -> tuple[Any, ...] | None:
+        """What checks look at, for each pointer of a call: equal ones pass the same checks.
+
+        Of an array of the backend's own kind: (address, device, dtype, shape, strides), the device left out
+        where there is but one; of a `DevicePtr`: (address, its type, nbytes); ints and None are themselves.
+        None where any is something else: `pointer` says what is wrong with it, if anything.
         """
 
     def stream_handle(self, stream: Any) -> int:

@@ -13,6 +13,7 @@ from cupaged.cli.parsing import Commands, add_format, command, not_negative, pos
 from cupaged.cli.status import DONE, FAILED, MissingError
 from cupaged.cli.terminal import Terminal
 
+_MAKE = "Or run `make demo` once in the checkout, which fetches the model too"
 _EXAMPLE = Path("examples", "smollm2", "chat.py")
 
 
@@ -24,7 +25,8 @@ def add(commands: Commands) -> None:
         summary="talk to a small language model",
         description="Talks to SmolLM2-135M-Instruct. Prompts and answers stay in one paged KV cache over\n"
         "all turns. Needs a checkout of the repository, which has the model's runtime in examples/smollm2,\n"
-        "and the extra demo. An empty line or Ctrl-D ends the conversation.",
+        "and what `make demo` fetches there once: the model and the extra demo. An empty line or\n"
+        "Ctrl-D ends the conversation.",
         examples="  %(prog)s                                     a GPU if there is one, else the emulator\n"
         "  %(prog)s --format nvfp4 --backend emulator\n"
         "  %(prog)s --say 'Why is the sky blue?' --say 'And at night?'     these turns, then the end\n"
@@ -68,7 +70,7 @@ def find_example(root: Path | None = None) -> Any:
         return importlib.import_module(".".join(_EXAMPLE.with_suffix("").parts))
     except ModuleNotFoundError as error:
         raise MissingError(
-            f"the demo needs the Python package {error.name}: pip install -e '{root}[demo]'"
+            f"the demo needs the Python package {error.name}: pip install -e '{root}[demo]'. {_MAKE}"
         ) from None
 
 
@@ -86,7 +88,8 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
             seed=options.seed,
         )
     except chat.NO_MODEL as error:
-        raise MissingError(str(error)) from None
+        made = "" if options.model else f"\n{_MAKE}"
+        raise MissingError(f"{error}{made}") from None
     terminal.note(conversation.introduction())
     try:
         chat.talk(conversation, chat.turns(options.say), options.max_tokens, live=terminal.is_live)

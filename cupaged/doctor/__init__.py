@@ -45,7 +45,7 @@ class Report:
 
     def to_text(self) -> str:
         """Everything, for people."""
-        return "\n".join((*_fact_lines(self.facts), "", *map(_result_line, self.results)))
+        return "\n".join((*_fact_lines(self.facts, self.results), "", *map(_result_line, self.results)))
 
 
 def examine() -> Report:
@@ -61,15 +61,15 @@ def readable_bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
 
 
-def _fact_lines(found: Facts) -> list[str]:
+def _fact_lines(found: Facts, results: tuple[Result, ...]) -> list[str]:
     lines = [_line("versions", ", ".join(f"{name} {value}" for name, value in found.versions.items()))]
     for name in ("cupy", "nvrtc", "driver"):
-        lines.append(_line(name, _said(getattr(found, name))))
+        lines.append(_line(name, _said(getattr(found, name), results)))
     for index, gpu in enumerate(found.gpus):
         target = f"compiled for {gpu.target}" if gpu.target else gpu.problem
         lines.append(_line(f"GPU {index}", f"{gpu.name}, compute capability {gpu.capability}, {target}"))
-    lines.append(_line("C++", _said(found.compiler)))
-    lines.append(_line("kernels", _said(found.kernels)))
+    lines.append(_line("C++", _said(found.compiler, results)))
+    lines.append(_line("kernels", _said(found.kernels, results)))
     lines.append(_line("cache", _cache_text(found)))
     for index, (name, value) in enumerate(found.environment.items()):
         text = "is not set" if value is None else repr(value)
@@ -77,8 +77,13 @@ def _fact_lines(found: Facts) -> list[str]:
     return lines
 
 
-def _said(fact: Fact) -> str:
-    return "; ".join(part for part in (fact.found, fact.problem) if part)
+def _said(fact: Fact, results: tuple[Result, ...]) -> str:
+    """What was found and what is wrong; a problem that a backend's line tells is told there alone."""
+    telling = next(
+        (result.backend for result in results if fact.problem and fact.problem in result.detail), None
+    )
+    problem = fact.problem if telling is None else f"not usable, see {telling} below"
+    return "; ".join(part for part in (fact.found, problem) if part)
 
 
 def _cache_text(found: Facts) -> str:

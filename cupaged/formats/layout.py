@@ -95,6 +95,8 @@ class CacheLayout:
         _check_size("num_kv_heads", self.num_kv_heads)
         _check_size("head_dim", self.head_dim, multiple=self.format.head_dim_multiple)
         _check_size("block_size", self.block_size)
+        if not isinstance(self.heads_first, bool):
+            raise ArgumentTypeError(f"heads_first is {self.heads_first!r}; allowed are True and False")
         self._check_data_section()
         self._check_block_stride()
 

@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import BF16, FP8, CacheLayout
-from cupaged.interop import device_array, stream_memory, to_device
+from cupaged.formats import CacheLayout
+from cupaged.interop import named_array, stream_memory
+from cupaged.kv.layouts import checked_layouts
 from cupaged.kv.moves import BlockPools, copy_blocks
 from cupaged.kv.pools import Pool, pool_of
-from cupaged.kv.scales import scale_of
-from cupaged.kv.sources import check_token_shape, num_tokens_of, token_stride
+from cupaged.kv.scales import check_given, scale_of
+from cupaged.kv.sources import block_ids_of, check_token_shape, num_tokens_of, token_stride
+from cupaged.kv.spans import check_apart, span_of
 from cupaged.kv.swap import HostBlocks
 from cupaged.kv.tensors import GATHER, CacheTensor, NewTokens, write
 from cupaged.launch import as_integer
@@ -37,8 +39,7 @@ class KVCache:
         value_layout: of V, where its format or block stride is another; the sizes must be the same.
         k_scale: dequantisation scale of K: a number, or one for each KV head (a host array or list of
             num_kv_heads, which is checked, or an F32 array on the device, which is not). An FP8 cache needs
-            it, but not before the first write: see `set_scales`. For NVFP4 it is a second level, 1 by
-            default.
+            it (`cupaged.calibration` finds one); for NVFP4 it is a second level, 1 by default.
         v_scale: the same of V.
 
     Attributes:
@@ -63,7 +64,7 @@ class KVCache:
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> None:
-        layouts = _layouts(layout, value_layout)
+        layouts = _checked(layout, value_layout, k_scale, v_scale)
         count = as_integer("num_blocks", num_blocks)
         k, v = (
             pool_of(gpu, "pool", gpu.zeros(each.pool_shape(count), each.pool_dtype), each, None)
@@ -107,10 +108,10 @@ class KVCache:
         Raises:
             ArgumentValueError, ArgumentTypeError: a pool that is not what the layout says.
         """
-        layouts = _layouts(layout, value_layout)
+        layouts = _checked(layout, value_layout, k_scale, v_scale)
         stream = gpu.null_stream() if stream is None else stream
         k, v = (
-            pool_of(gpu, name, device_array(gpu, pool, stream, writable=True), each, num_blocks)
+            pool_of(gpu, name, named_array(gpu, name, pool, stream, writable=True), each, num_blocks)
             for name, pool, each in zip(("k_pool", "v_pool"), (k_pool, v_pool), layouts, strict=True)
         )
         if k.num_blocks != v.num_blocks:
@@ -145,8 +146,9 @@ class KVCache:
         Raises:
             ArgumentValueError, ArgumentTypeError: a pool that is not what the layout says.
         """
-        _layouts(layout, None)
-        pool = device_array(gpu, pool, gpu.null_stream() if stream is None else stream, writable=True)
+        checked_layouts(layout, None)
+        order = gpu.null_stream() if stream is None else stream
+        pool = named_array(gpu, "pool", pool, order, writable=True)
         if len(getattr(pool, "shape", ())) < 3 or pool.shape[1] != 2:
             raise ArgumentValueError(
                 f"pool: got shape {getattr(pool, 'shape', None)}, allowed is [num_blocks, 2, ...]"
@@ -215,10 +217,9 @@ class KVCache:
 
     def _scaled(self, tensor: CacheTensor, scale: Any) -> CacheTensor:
         layout, name = tensor.layout, f"{tensor.name}_scale"
-        if scale is None and layout.format != FP8:
+        check_given(layout, name, scale)
+        if scale is None:
             return dataclasses.replace(tensor, scale=None)
-        if layout.format == BF16:
-            raise ArgumentValueError(f"{name}: got {scale}; a bf16 cache has none")
         return dataclasses.replace(tensor, scale=scale_of(self.gpu, name, scale, layout.num_kv_heads))
 
     def write(
@@ -247,7 +248,8 @@ class KVCache:
         Raises:
             ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
         """
-        key, value, slots = (device_array(self.gpu, array, stream) for array in (key, value, slot_mapping))
+        given = (("key", key), ("value", value), ("slot_mapping", slot_mapping))
+        key, value, slots = (named_array(self.gpu, name, array, stream) for name, array in given)
         heads, head_dim = self.layout.num_kv_heads, self.layout.head_dim
         check_token_shape("key", key, heads, head_dim)
         check_token_shape("value", value, heads, head_dim)
@@ -293,12 +295,10 @@ class KVCache:
         if seq_len < 0:
             raise ArgumentValueError(f"seq_len: got {seq_len}, allowed is 0 or more")
         shape = (seq_len, self.layout.num_kv_heads, self.layout.head_dim)
-        if isinstance(block_ids, (list, tuple)):
-            block_ids = to_device(self.gpu, np.array(block_ids, np.int32), stream)
-        ids = device_array(self.gpu, block_ids, stream)
-        self._k.known_scale(), self._v.known_scale()  # nothing is launched where one is missing
+        ids = block_ids_of(self.gpu, block_ids, stream)
         out_k = self._output("out_k", out_k, shape, dtype, stream)
         out_v = self._output("out_v", out_v, shape, dtype, stream)
+        self._check_apart(out_k, out_v)
         self._k.gather(self.gpu, ids, out_k, seq_len, stream)
         self._v.gather(self.gpu, ids, out_v, seq_len, stream)
         return out_k, out_v
@@ -344,7 +344,7 @@ class KVCache:
                 raise ArgumentTypeError(f"dtype: got {np.dtype(dtype)}, allowed are float32 and bfloat16")
             with stream_memory(self.gpu, stream):
                 return self.gpu.empty(shape, dtype)
-        array = device_array(self.gpu, given, stream, writable=True)
+        array = named_array(self.gpu, name, given, stream, writable=True)
         if str(getattr(array, "dtype", None)) not in GATHER:
             raise ArgumentTypeError(
                 f"{name}: got {getattr(array, 'dtype', type(array).__name__)}, allowed is an array of "
@@ -354,23 +354,28 @@ class KVCache:
             raise ArgumentValueError(f"{name}: got shape {tuple(array.shape)}, allowed is {shape}")
         return array
 
+    def _check_apart(self, out_k: Any, out_v: Any) -> None:
+        """What a gather writes is in nobody else's memory."""
+        k, v = (span_of(self.gpu, out) for out in (out_k, out_v))
+        check_apart("out_k", k, "out_v", v)
+        for name, out in (("out_k", k), ("out_v", v)):
+            for pool_name, pool in (("k_pool", self.k_cache), ("v_pool", self.v_cache)):
+                check_apart(name, out, pool_name, span_of(self.gpu, pool))
+
 
 def _one_scale(tensor: CacheTensor) -> float | None:
     scale = tensor.scale
     return None if scale is None or scale.heads is not None else scale.tensor
 
 
-def _layouts(layout: CacheLayout, value_layout: CacheLayout | None) -> tuple[CacheLayout, CacheLayout]:
-    """Layouts of K and V, whose sizes are the same."""
-    value_layout = layout if value_layout is None else value_layout
-    for name, given in (("layout", layout), ("value_layout", value_layout)):
-        if not isinstance(given, CacheLayout):
-            raise ArgumentTypeError(f"{name}: got {given!r}, allowed is a CacheLayout")
-    for field in ("num_kv_heads", "head_dim", "block_size", "heads_first"):
-        of_k, of_v = getattr(layout, field), getattr(value_layout, field)
-        if of_k != of_v:
-            raise ArgumentValueError(f"value_layout: its {field} is {of_v}, that of layout is {of_k}")
-    return layout, value_layout
+def _checked(
+    layout: CacheLayout, value_layout: CacheLayout | None, k_scale: Any, v_scale: Any
+) -> tuple[CacheLayout, CacheLayout]:
+    """Layouts of K and V that kernels take, with the scales that their formats need."""
+    layouts = checked_layouts(layout, value_layout)
+    for name, each, scale in zip(("k_scale", "v_scale"), layouts, (k_scale, v_scale), strict=True):
+        check_given(each, name, scale)
+    return layouts
 
 
 def _host_pools(host: HostBlocks) -> BlockPools:

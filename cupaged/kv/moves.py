@@ -9,8 +9,9 @@ import numpy as np
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import CacheLayout
-from cupaged.interop import device_array, to_device
+from cupaged.interop import named_array, to_device
 from cupaged.kv.kernels import kernel_of
+from cupaged.kv.sources import host_integers
 from cupaged.ops.blocks import copy_cache_blocks
 from cupaged.pointers import DevicePtr
 
@@ -31,9 +32,13 @@ def copy_blocks(gpu: Any, source: BlockPools, target: BlockPools, pairs: Any, st
     if isinstance(pairs, (list, tuple, np.ndarray)):
         pairs = to_device(gpu, _checked_pairs(pairs, source, target), stream)
     else:
-        pairs = device_array(gpu, pairs, stream)
+        pairs = named_array(gpu, "pairs", pairs, stream)
         shape = getattr(pairs, "shape", None)
-        if shape is None or len(shape) != 2 or shape[1] != 2:
+        if shape is None:
+            raise ArgumentTypeError(
+                f"pairs: got {type(pairs).__name__}, allowed are a list of pairs and an array [num_pairs, 2]"
+            )
+        if len(shape) != 2 or shape[1] != 2:
             raise ArgumentValueError(f"pairs: got shape {shape}, allowed is [num_pairs, 2]")
     if (source.k_layout, target.k_layout) == (source.v_layout, target.v_layout):
         _launch(gpu, source, target, source.k_layout, target.k_layout, (source.k, source.v), pairs, stream)
@@ -76,11 +81,9 @@ def _launch(
 
 def _checked_pairs(given: Any, source: BlockPools, target: BlockPools) -> np.ndarray:
     """Host pairs as int32 ``[num_pairs, 2]``: ids inside, and no copy that another one of them disturbs."""
-    pairs = np.asarray(given)
+    pairs = host_integers("pairs", given)
     if pairs.size == 0:
         return np.empty((0, 2), np.int32)
-    if pairs.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"pairs: got dtype {pairs.dtype}, allowed are integers")
     if pairs.ndim != 2 or pairs.shape[1] != 2:
         raise ArgumentValueError(f"pairs: got shape {pairs.shape}, allowed is [num_pairs, 2]")
     for column, name, pools in ((0, "source", source), (1, "target", target)):

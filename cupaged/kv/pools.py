@@ -12,7 +12,7 @@ from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import NVFP4, CacheLayout
 from cupaged.launch import as_integer
 from cupaged.pointers import DevicePtr
-from cupaged.registry import DTYPES
+from cupaged.registry import DTYPES, dtype_names
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ def _held_blocks(name: str, array: Any, layout: CacheLayout) -> int | None:
         if shape[0] and steps[0] != array.dtype.itemsize:
             raise ArgumentValueError(f"{name}: got strides {steps} (bytes), a flat pool has no gaps")
         return int(max(0, (shape[0] * array.dtype.itemsize - block) // stride + 1))
-    _check_block_shape(name, tuple(shape), steps, array.dtype.itemsize, layout)
+    _check_block_shape(name, tuple(shape), array.dtype.itemsize, layout)
+    if shape[0]:  # where there are no blocks, strides may be anything
+        _check_contiguous(name, tuple(shape), steps, array.dtype.itemsize)
     if shape[0] > 1 and steps[0] != stride:
         raise ArgumentValueError(
             f"{name}: got {steps[0]} bytes between blocks, but the layout says {stride}; "
@@ -84,13 +86,11 @@ def _check_dtype(name: str, array: Any, layout: CacheLayout) -> None:
     allowed = DTYPES[layout.format.name]
     if str(array.dtype) not in allowed:
         raise ArgumentTypeError(
-            f"{name}: got dtype {array.dtype}, allowed for {layout.format.name}: {', '.join(allowed)}"
+            f"{name}: got dtype {array.dtype}, allowed for {layout.format.name}: {dtype_names(allowed)}"
         )
 
 
-def _check_block_shape(
-    name: str, shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int, layout: CacheLayout
-) -> None:
+def _check_block_shape(name: str, shape: tuple[int, ...], itemsize: int, layout: CacheLayout) -> None:
     block = (layout.block_size, layout.num_kv_heads, layout.head_dim)
     if layout.heads_first:
         block = (layout.num_kv_heads, layout.block_size, layout.head_dim)
@@ -101,6 +101,10 @@ def _check_block_shape(
             f"{name}: got shape {shape}, whose blocks have {math.prod(shape[1:]) * itemsize} bytes; the "
             f"layout says {layout.block_bytes}"
         )
+
+
+def _check_contiguous(name: str, shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> None:
+    """Each block by itself."""
     expected = itemsize
     for length, step in zip(reversed(shape[1:]), reversed(steps[1:]), strict=True):
         if length > 1 and step != expected:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import checked_scale, checked_scales
+from cupaged.formats import BF16, FP8, CacheLayout, checked_scale, checked_scales
 from cupaged.interop import device_array, is_lent
 
 
@@ -52,6 +52,16 @@ def scale_of(gpu: Any, name: str, value: Any, num_kv_heads: int) -> Scale:
         _check_count(name, host.shape, num_kv_heads)
         return Scale(1.0, gpu.asarray(checked_scales(name, host)))
     return Scale(checked_scale(name, value))
+
+
+def check_given(layout: CacheLayout, name: str, scale: Any) -> None:
+    """Raise ArgumentValueError where a cache of this layout needs a scale and has none, or the reverse."""
+    if scale is None and layout.format == FP8:
+        raise ArgumentValueError(
+            f"{name}: got None, an fp8 cache needs it (cupaged.calibration finds one; set_scales changes it)"
+        )
+    if scale is not None and layout.format == BF16:
+        raise ArgumentValueError(f"{name}: got {scale}; a bf16 cache has none")
 
 
 def _check_count(name: str, shape: tuple[int, ...], num_kv_heads: int) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupaged import ops
-from cupaged.errors import ArgumentValueError
 from cupaged.formats import BF16, FP8, CacheLayout
 from cupaged.kv.kernels import kernel_of
 from cupaged.kv.pools import Pool
@@ -35,16 +34,7 @@ class CacheTensor:
     scale: Scale | None = None
 
     def known_scale(self) -> Scale:
-        """The scale, 1 where the format needs none.
-
-        Raises:
-            ArgumentValueError: an FP8 cache that was given none.
-        """
-        if self.scale is None and self.layout.format == FP8:
-            raise ArgumentValueError(
-                f"{self.name}_scale: got None, an fp8 cache needs it: KVCache(..., k_scale=, v_scale=) or "
-                "set_scales"
-            )
+        """The scale, 1 where none was given."""
         return _NO_SCALE if self.scale is None else self.scale
 
     def gather(self, gpu: Any, block_ids: Any, output: Any, seq_len: int, stream: Any) -> None:

@@ -8,7 +8,13 @@ from cupaged.ops.absmax import bf16_absmax, bf16_absmax_rows
 from cupaged.ops.blocks import copy_cache_blocks, gather_tokens_bf16, gather_tokens_f32
 from cupaged.ops.cache_write import reshape_and_cache_bf16, reshape_and_cache_fp8, reshape_and_cache_nvfp4
 from cupaged.ops.decode import paged_decode_attn_bf16, paged_decode_attn_fp8, paged_decode_attn_nvfp4
-from cupaged.ops.merge import merge_states_bf16, merge_states_f32, merge_states_f32_to_bf16
+from cupaged.ops.merge import (
+    merge_states_bf16,
+    merge_states_f16,
+    merge_states_f32,
+    merge_states_f32_to_bf16,
+    merge_states_f32_to_f16,
+)
 from cupaged.ops.splitk import (
     paged_decode_attn_reduce_fp8,
     paged_decode_attn_reduce_nvfp4,
@@ -32,8 +38,10 @@ __all__ = [
     "gather_tokens_bf16",
     "gather_tokens_f32",
     "merge_states_bf16",
+    "merge_states_f16",
     "merge_states_f32",
     "merge_states_f32_to_bf16",
+    "merge_states_f32_to_f16",
     "paged_decode_attn_bf16",
     "paged_decode_attn_fp8",
     "paged_decode_attn_nvfp4",

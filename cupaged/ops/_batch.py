@@ -14,7 +14,7 @@ from cupaged.ops._checks import (
     check_positive,
     check_row_stride,
     check_rows,
-    check_scale,
+    check_score_scale,
     check_shape,
     check_size,
     remembered,
@@ -50,7 +50,7 @@ class DecodeBatch:
 
         Rows of block_tables are table_stride entries apart; where None, as far as they are long.
         """
-        check_scale("inv_sqrt_d", inv_sqrt_d)
+        check_score_scale("inv_sqrt_d", inv_sqrt_d)
         if type(q) is type(block_tables) is type(seq_lens) is int:
             return
         self._check_q(q)

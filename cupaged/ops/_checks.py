@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -18,11 +18,13 @@ from cupaged.formats import checked_scale
 from cupaged.handle import KernelHandle
 from cupaged.interop import PLAIN_TYPES, backend_array
 from cupaged.launch import as_integer
+from cupaged.ops._warm import WarmCalls
 from cupaged.registry import MAX_GRID_YZ
 
 __all__ = [
     "UNLIMITED_BLOCKS",
     "UNLIMITED_SLOTS",
+    "check_fp8_scales",
     "check_heads",
     "check_kernel",
     "check_num_blocks",
@@ -30,6 +32,7 @@ __all__ = [
     "check_row_stride",
     "check_rows",
     "check_scale",
+    "check_score_scale",
     "check_shape",
     "check_size",
     "check_splits",
@@ -42,6 +45,8 @@ __all__ = [
 # Without a pool size, every id that is not negative is taken to be inside.
 UNLIMITED_BLOCKS = 2**31 - 1
 UNLIMITED_SLOTS = 2**63 - 1
+_LOG2_E = 1.4426950408889634
+_FLOAT32_MAX = 3.4028234663852886e38
 
 
 _Parameters = ParamSpec("_Parameters")
@@ -115,35 +120,92 @@ def takes_arrays(function: Callable[_Parameters, None]) -> Callable[_Parameters,
     """Lets a launcher take arrays of any library for its pointers, in the order of their streams.
 
     What `cupaged.interop.device_array` takes becomes an array of the backend, before the launcher checks it.
-    Pointers are the parameters annotated Any, the stream apart; addresses and the backend's own arrays cost
-    one comparison of their types.
+    Pointers are the parameters annotated Any, the stream apart. A call like one that its handle has seen is
+    launched at once (`cupaged.ops._warm`).
     """
-    parameters = list(inspect.signature(function).parameters.values())
-    pointers = [i for i, p in enumerate(parameters) if p.annotation == "Any" and p.name != "stream"]
-    names = [p.name for p in parameters]
-    stream_at = names.index("stream")
-    positional = operator.itemgetter(*[i for i in pointers if i < stream_at])
-    optional = [names[i] for i in pointers if i > stream_at]
-    needed = stream_at + 1
-    are_plain = PLAIN_TYPES.issuperset
+    arguments = _Arguments(function)
+    needed, optional = arguments.needed, arguments.optional
+    pointers_of, scalars_of = arguments.pointers_of, arguments.scalars_of
+    are_addresses = frozenset({int, type(None)}).issuperset
 
     @functools.wraps(function)
     def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
-        if (
-            len(args) >= needed
-            and are_plain(map(type, positional(args)))
-            and (not optional or are_plain([type(kwargs.get(name)) for name in optional]))
-        ):
-            function(*args, **kwargs)
+        if len(args) != needed:
+            ordered = arguments.in_order(args, kwargs)
+            if ordered is None:
+                function(*args, **kwargs)  # which raises Python's own error
+                return
+            args, kwargs = ordered  # type: ignore[assignment]
+        kernel = args[1]
+        if type(kernel) is not KernelHandle or kernel.gpu is not args[0]:
+            arguments.call(args, kwargs)  # which says so
             return
-        given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-        if len(args) <= len(names) and {"gpu", "stream"} <= given.keys():
-            given |= _backend_arrays({names[i]: given.get(names[i]) for i in pointers}, given)
-            args = tuple(given[name] for name in names[: len(args)])  # type: ignore[assignment]
-            kwargs = {name: given[name] for name in kwargs}  # type: ignore[assignment]
-        function(*args, **kwargs)
+        calls = kernel.calls.get(function) or arguments.calls_of(kernel)
+        if type(args[2]) is int and calls.again(args, kwargs):
+            return
+        if optional and not are_addresses(map(type, map(kwargs.get, optional))):
+            arguments.call(args, kwargs)
+            return
+        calls.call(
+            args, kwargs, scalars_of(args), pointers_of(args), args[-1], lambda: arguments.call(args, kwargs)
+        )
 
     return called
+
+
+class _Arguments:
+    """The arguments of a launcher: gpu and kernel, pointers and scalars, the stream, and those by keyword.
+
+    Attributes:
+        needed: how many come by position, the stream the last of them.
+        pointers_of, scalars_of: take those out of the arguments by position.
+        optional: names of the pointers that come by keyword.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        parameters = list(inspect.signature(function).parameters.values())
+        self._names = [p.name for p in parameters]
+        self._pointers = [p.name for p in parameters if p.annotation == "Any" and p.name != "stream"]
+        stream_at = self._names.index("stream")
+        self.needed = stream_at + 1
+        self._by_position = self._names[: self.needed]
+        self.optional = [name for name in self._pointers if name not in self._by_position]
+        places = range(2, stream_at)
+        self.pointers_of = _several([i for i in places if self._names[i] in self._pointers])
+        self.scalars_of = _several([i for i in places if self._names[i] not in self._pointers])
+
+    def calls_of(self, kernel: KernelHandle) -> WarmCalls:
+        """What a handle keeps of calls of this launcher."""
+        names = self.pointers_of(tuple(self._names))
+        found: WarmCalls = kernel.calls.setdefault(self._function, WarmCalls(kernel.gpu, names))
+        return found
+
+    def in_order(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The same arguments, by position as far as they can be; None where they do not fit the launcher."""
+        given = dict(zip(self._by_position, args, strict=False)) | kwargs
+        if len(given) != len(args) + len(kwargs) or not given.keys() >= set(self._by_position):
+            return None
+        return tuple(given.pop(name) for name in self._by_position), given
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call the launcher itself, other libraries' arrays as the backend's."""
+        given = (*self.pointers_of(args), *map(kwargs.get, self.optional))
+        if not PLAIN_TYPES.issuperset(map(type, given)):
+            named = dict(zip(self._by_position, args, strict=True)) | kwargs
+            pointers = {name: named[name] for name in self._pointers if name in named}
+            named |= _backend_arrays(pointers, named)
+            args, kwargs = tuple(named.pop(name) for name in self._by_position), named
+        self._function(*args, **kwargs)
+
+
+def _several(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What stands at these positions, as a tuple also where it is one."""
+    if len(positions) == 1:
+        return lambda given: (given[positions[0]],)
+    return operator.itemgetter(*positions)
 
 
 def _backend_arrays(pointers: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -250,6 +312,25 @@ def check_scale(name: str, value: Any) -> float:
     if type(value) is float and 1e-30 < value < 1e30:
         return value  # what most are, told quickly
     return checked_scale(name, value)
+
+
+def check_score_scale(name: str, value: Any, k_scale: float = 1.0) -> float:
+    """A softmax scale: `check_scale`, and finite times k_scale and log2(e) too, as scores are scaled."""
+    scale = check_scale(name, value)
+    if not scale * k_scale * _LOG2_E <= _FLOAT32_MAX:
+        times = "" if k_scale == 1.0 else f"k_scale, {k_scale}, and "
+        raise ArgumentValueError(
+            f"{name}: got {value}, which times {times}log2(e) is beyond float32; allowed is up to "
+            f"{_FLOAT32_MAX / _LOG2_E / k_scale:.6g}"
+        )
+    return scale
+
+
+def check_fp8_scales(inv_sqrt_d: Any, k_scale: Any, v_scale: Any) -> tuple[float, float]:
+    """Dequantisation scales of K and V, and the softmax scale with them."""
+    k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
+    check_score_scale("inv_sqrt_d", inv_sqrt_d, k_scale)
+    return k_scale, v_scale
 
 
 def check_splits(num_splits: int) -> None:

@@ -160,3 +160,75 @@ def merge_states_f32_to_bf16(
         lse_stride,
         stream,
     )
+
+
+@launcher
+def merge_states_f16(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    outputs: Any,
+    lses: Any,
+    out: Any,
+    out_lse: Any,
+    num_parts: int,
+    num_rows: int,
+    head_dim: int,
+    part_stride: int,
+    lse_stride: int,
+    stream: Any,
+) -> None:
+    """Merge F16 outputs into an F16 one.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
+    """
+    _merge(
+        gpu,
+        kernel,
+        outputs,
+        lses,
+        out,
+        out_lse,
+        num_parts,
+        num_rows,
+        head_dim,
+        part_stride,
+        lse_stride,
+        stream,
+    )
+
+
+@launcher
+def merge_states_f32_to_f16(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    outputs: Any,
+    lses: Any,
+    out: Any,
+    out_lse: Any,
+    num_parts: int,
+    num_rows: int,
+    head_dim: int,
+    part_stride: int,
+    lse_stride: int,
+    stream: Any,
+) -> None:
+    """Merge F32 outputs into an F16 one.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
+    """
+    _merge(
+        gpu,
+        kernel,
+        outputs,
+        lses,
+        out,
+        out_lse,
+        num_parts,
+        num_rows,
+        head_dim,
+        part_stride,
+        lse_stride,
+        stream,
+    )

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch, as_integer
 from cupaged.ops._batch import DecodeBatch, decode_batch
-from cupaged.ops._checks import check_kernel, check_scale, check_size, check_splits, takes_arrays
+from cupaged.ops._checks import (
+    check_fp8_scales,
+    check_kernel,
+    check_size,
+    check_splits,
+    takes_arrays,
+)
 from cupaged.ops._pools import bf16_pools, fp8_pools, nvfp4_pools
 
 if TYPE_CHECKING:
@@ -134,7 +140,7 @@ def paged_decode_attn_splitk_fp8(
     )
     batch.check(q, block_tables, seq_lens, inv_sqrt_d)
     _check_workspace(workspace, num_splits, batch)
-    k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
+    k_scale, v_scale = check_fp8_scales(inv_sqrt_d, k_scale, v_scale)
     pools = fp8_pools(block_size, num_kv_heads, head_dim, cache_stride)
     blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
     if num_seqs == 0:

@@ -19,6 +19,7 @@ from cupaged.ops._checks import (
     check_num_blocks,
     check_positive,
     check_scale,
+    check_score_scale,
     check_size,
     check_splits,
     check_stride,
@@ -75,8 +76,8 @@ def _step_blocks(num_blocks: int | None, num_seqs: int) -> int:
     return blocks
 
 
-def _step_scale(inv_sqrt_d: float | None, head_dim: int) -> float:
-    return check_scale("inv_sqrt_d", head_dim**-0.5 if inv_sqrt_d is None else inv_sqrt_d)
+def _step_scale(inv_sqrt_d: float | None, head_dim: int, k_scale: float = 1.0) -> float:
+    return check_score_scale("inv_sqrt_d", head_dim**-0.5 if inv_sqrt_d is None else inv_sqrt_d, k_scale)
 
 
 @launcher
@@ -225,10 +226,9 @@ def paged_decode_attn_tiled_fp8(
         head_dim, block_size, tile_capacity, last_block_valid_slots, last_block_valid_slots_per_seq,
         num_splits,
     )  # fmt: skip
-    scale = _step_scale(inv_sqrt_d, head_dim)
     check_element_strides(blk_stride=blk_stride, tok_stride=tok_stride, kvh_stride=kvh_stride)
-    check_scale("k_scale", k_scale)
-    check_scale("v_scale", v_scale)
+    k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
+    scale = _step_scale(inv_sqrt_d, head_dim, k_scale)
     blocks = _step_blocks(num_blocks, num_seqs)
     if num_seqs == 0:
         return

@@ -19,8 +19,10 @@ from cupaged.registry.entry import (
     KernelEntry,
     Scalars,
     div_ceil,
+    dtype_names,
     limits_of_capability,
 )
+from cupaged.registry.nulls import NullPointers
 from cupaged.registry.rules import (
     MAX_BLOCK_SIZE,
     MAX_GQA_RATIO,
@@ -41,9 +43,11 @@ __all__ = [
     "DeviceLimits",
     "Grid",
     "KernelEntry",
+    "NullPointers",
     "Scalars",
     "check_constant",
     "div_ceil",
+    "dtype_names",
     "entries",
     "find",
     "gqa_ratio",

@@ -30,6 +30,7 @@ def _entry(name: str, count: str, holds: dict[str, str], *, rows: bool = False) 
         grid=_by_rows if rows else _by_elements,
         holds=pointers,
         multiples={pointer: sizes[kind] for pointer, kind in pointers.items()},
+        nullable={"tables": ("width",)} if "tables" in holds else {},
     )
 
 
@@ -41,6 +42,7 @@ ENTRIES = (
     _entry("input_blocks", "num_seqs", _TABLES, rows=True),
     _entry("input_finite", "num_rows", {"rows": "half"}, rows=True),
     _entry("input_scales", "count", {"scales": "f32"}),
+    _entry("input_sinks", "count", {"sinks": "f32"}),
     _entry("input_scale_bytes", "num_seqs", {"pool": "bytes", **_TABLES}, rows=True),
     _entry("input_value", "num_bytes", {"data": "bytes"}),
 )

@@ -8,15 +8,25 @@ from cupaged.errors import ArgumentValueError
 from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, Scalars
 from cupaged.registry.ring import (
     FORMATS,
+    TILE_ROWS,
     TILE_TOKENS,
     RingProblem,
     blocks_of_slice,
+    most_row_tiles,
     num_slices,
     num_threads,
     ring_constants,
     shared_bytes,
 )
-from cupaged.registry.rules import check_block_size, check_head_dim, gqa_ratio
+from cupaged.registry.rules import (
+    LATENCY_LEVELS,
+    MAX_GROUP_TOKENS,
+    check_block_size,
+    check_head_dim,
+    gqa_ratio,
+)
+
+_SHARED_ROWS = 32
 
 CACHE_MULTIPLES: dict[str, dict[str, int]] = {
     "bf16": {},
@@ -91,6 +101,7 @@ def _split_entry(fmt: str, split: bool) -> KernelEntry:
         | ({"workspace": 8} if split else {"output": 16})
         | CACHE_MULTIPLES[fmt],
         strided=frozenset({"q"}),
+        nullable={"block_tables": ("max_blocks_per_seq",)},
         shared_mem=lambda constants: shared_bytes(_split_problem(fmt, constants), constants),
         overlapping=True,
     )
@@ -130,9 +141,11 @@ def planned_spec(**given: int) -> dict[str, int]:
 def planned_problem(spec: Constants, chunked: bool = False) -> RingProblem:
     """What the planned kernels of a specialisation do, or those that decode chunks."""
     key_format, value_format = FORMATS[spec["key_format"]], FORMATS[spec["value_format"]]
-    most_warps = 12
+    most_warps, most_row_tiles = 12, 3 if key_format == value_format else 2
     if spec["query_f16"] and key_format == "bf16":
-        most_warps = 8  # q takes two operands
+        most_warps, most_row_tiles = 8, 1  # q takes two operands
+    elif key_format == "bf16" and spec["query_tokens"] > 1:
+        most_row_tiles = 2
     elif key_format == value_format != "bf16" and not chunked:
         most_warps = 16
     return RingProblem(
@@ -146,14 +159,25 @@ def planned_problem(spec: Constants, chunked: bool = False) -> RingProblem:
         bool(spec["joined"]),
         spec["latency"],
         most_warps,
+        most_row_tiles,
     )
 
 
-def latency_levels(spec: Constants, limits: DeviceLimits) -> tuple[int, int, int]:
+def group_tokens(spec: Constants) -> int:
+    """Query tokens that best read K and V together where all of them see all of it.
+
+    As many as one warp has rows for; where that is few, what several warps have, which share a stage.
+    """
+    most = most_row_tiles(planned_problem(spec))
+    rows = TILE_ROWS * most if most > 1 else _SHARED_ROWS
+    return max(1, min(MAX_GROUP_TOKENS, rows // spec["gqa_ratio"]))
+
+
+def latency_levels(spec: Constants, limits: DeviceLimits) -> tuple[int, ...]:
     """For each latency level the lowest one whose blocks have the same shape."""
-    shapes = [ring_constants(planned_problem({**spec, "latency": level}), limits) for level in range(3)]
-    first, second, third = (shapes.index(shape) for shape in shapes)
-    return first, second, third
+    levels = range(LATENCY_LEVELS)
+    shapes = [ring_constants(planned_problem({**spec, "latency": level}), limits) for level in levels]
+    return tuple(shapes.index(shape) for shape in shapes)
 
 
 def _planned_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
@@ -226,6 +250,9 @@ def _pinned_entry(
         holds=holds,
         multiples=multiples,
         strided=frozenset({"q"} & holds.keys()),
+        nullable=({"block_tables": ("max_blocks_per_seq",)} if "block_tables" in holds else {})
+        | dict.fromkeys({"k_scales", "v_scales", "sinks", "lse"} & holds.keys(), ())
+        | ({"plan": ()} if number == 0 else {}),
         shared_mem=lambda c: 0 if threads else shared_bytes(planned_problem(c, chunked=number == 1), c),
         cooperative=number == 0,
         overlapping=True,

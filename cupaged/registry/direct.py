@@ -8,7 +8,9 @@ from cupaged.registry.decode import CACHE_MULTIPLES
 from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, Scalars, div_ceil
 from cupaged.registry.rules import check_block_size, check_head_dim
 
-WRITE_GROUP = 16  # values one thread of a writer takes
+WRITE_VALUES = {"bf16": 8, "fp8": 16, "nvfp4": 16}  # that one thread of a writer takes, of K and of V
+ABSMAX_PIECE = 512  # 16-byte vectors that a warp of absmax takes at a time
+ABSMAX_BLOCKS = 32_768  # of 8 warps each, at most
 
 
 def _writer_spec(scalars: Scalars) -> dict[str, int]:
@@ -41,12 +43,12 @@ def _reduce_entry(fmt: str) -> KernelEntry:
     )
 
 
-def _writer_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
-    num_tokens, num_kv_heads = values
-    return (div_ceil(num_tokens * num_kv_heads * (constants["head_dim"] // WRITE_GROUP), 256), 1, 1)
-
-
 def _writer_entry(fmt: str) -> KernelEntry:
+    def grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
+        num_tokens, num_kv_heads = values
+        groups = constants["head_dim"] // WRITE_VALUES[fmt]
+        return (div_ceil(num_tokens * num_kv_heads * groups, 256), 1, 1)
+
     return KernelEntry(
         module=f"reshape_and_cache_{fmt}",
         entry=f"reshape_and_cache_{fmt}",
@@ -55,7 +57,7 @@ def _writer_entry(fmt: str) -> KernelEntry:
         scalar_names=("head_dim", "block_size"),
         block=lambda constants: (256, 1, 1),
         grid_names=("num_tokens", "num_kv_heads"),
-        grid=_writer_grid,
+        grid=grid,
         holds={"key": "bf16", "value": "bf16", "k_cache": fmt, "v_cache": fmt, "slot_mapping": "i64"}
         | ({"k_scales": "f32", "v_scales": "f32"} if fmt != "bf16" else {}),
         multiples={
@@ -70,6 +72,8 @@ def _writer_entry(fmt: str) -> KernelEntry:
         | CACHE_MULTIPLES[fmt]
         | ({"cache_stride": 8} if fmt == "bf16" else {"k_scales": 4, "v_scales": 4}),
         strided=frozenset({"key", "value"}),
+        nullable={"key": (), "value": (), "k_cache": ("key", "num_slots"), "v_cache": ("value", "num_slots")}
+        | ({"k_scales": (), "v_scales": ()} if fmt != "bf16" else {}),
     )
 
 
@@ -90,12 +94,13 @@ def _absmax_entry(name: str, grid_names: tuple[str, ...], grid: Callable[..., Gr
 
 
 def _absmax_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
-    return (min(256, div_ceil(values[0], 512)), 1, 1)
+    return _absmax_rows_grid((1, *values), constants, limits)
 
 
 def _absmax_rows_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
     num_rows, row_elems = values
-    return (min(1024, num_rows) if row_elems else 0, 1, 1)
+    pieces = max(1, div_ceil(row_elems // 8, ABSMAX_PIECE))
+    return (min(ABSMAX_BLOCKS, div_ceil(num_rows * pieces, 8)) * min(1, row_elems), 1, 1)
 
 
 ENTRIES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Grid = tuple[int, int, int]
@@ -19,11 +19,24 @@ DTYPES: dict[str, tuple[str, ...]] = {
     "nvfp4": ("uint8",),
     "bytes": ("uint8", "float8_e4m3fn", "uint16", "bfloat16"),  # a pool of any format
     "half": ("bfloat16", "uint16", "float16"),  # q and output; which of them, the specialisation says
+    "f16": ("float16",),
     "f32": ("float32",),
     "u32": ("uint32",),
     "i32": ("int32",),
     "i64": ("int64",),
 }
+
+
+_AS_BITS = {("bfloat16", "uint16"): "BF16", ("float8_e4m3fn", "uint8"): "E4M3"}
+
+
+def dtype_names(allowed: Sequence[str]) -> str:
+    """Dtypes for a message, with what unsigned integers among them stand for."""
+    bits = [
+        f"{raw} ({name} as bits)" for (typed, raw), name in _AS_BITS.items() if {typed, raw} <= {*allowed}
+    ]
+    told = {text.split()[0]: text for text in bits}
+    return ", ".join(told.get(dtype, dtype) for dtype in allowed)
 
 
 def div_ceil(a: int, b: int) -> int:
@@ -84,6 +97,8 @@ class KernelEntry:
         holds: what each pointer parameter holds (a key of `DTYPES`); all are checked if given as arrays.
         multiples: parameter -> what its value must be a multiple of (bytes for pointers).
         strided: pointer parameters that may have any stride along their first axis.
+        nullable: pointer parameters that may be null: where one of the arguments named is 0, or always where
+            none is named.
         shared_mem: bytes of dynamic shared memory from the constants.
         cooperative: its blocks wait for each other, so all must be resident at once.
         overlapping: it waits by itself for the kernel before, and may be launched while that one ends.
@@ -101,6 +116,7 @@ class KernelEntry:
     multiples: Mapping[str, int] = field(default_factory=dict)
     derived: Callable[[Constants, DeviceLimits], dict[str, int]] = lambda spec, limits: {}
     strided: frozenset[str] = frozenset()
+    nullable: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared_mem: Callable[[Constants], int] = lambda constants: 0
     cooperative: bool = False
     overlapping: bool = False

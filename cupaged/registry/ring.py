@@ -11,11 +11,15 @@ from cupaged.registry.entry import Constants, DeviceLimits, div_ceil
 from cupaged.registry.rules import head_tiles
 
 TILE_TOKENS = 16
+TILE_ROWS = 8  # query rows
 MAX_PLANNED_SEQS = 512  # sequences whose plan fits a block's shared memory
 FORMATS = ("bf16", "fp8", "nvfp4")  # by the number that the kernels know them by
 
 _WIDE_HEAD_DIM = 128  # above, registers allow 8 warps
+_NARROW_HEAD_DIM = 64  # up to here a tile is so little work that twice as many pay
 _WARPS_PER_SM = 8
+# Groups of 8 query rows that a warp's registers hold at most, by the largest head_dim.
+_MOST_ROW_TILES = {128: 3, 192: 2, 256: 1}
 _RESERVED_SHARED = 1024  # of every block, by the hardware
 _MAX_STAGES = 6
 
@@ -23,9 +27,11 @@ _MAX_STAGES = 6
 # time in which the memory delivers one to every multiprocessor.
 _FILL_DELAY = {"bf16": 39, "fp8": 23, "nvfp4": 41}
 
-# Rooms for tokens (what a batch's tables can hold) up to which a launch's own beginning and end take most
-# of its time. There, smaller stages are faster: latency level 1 has two tiles a warp, level 2 one.
-LATENCY_TOKENS = (1 << 16, 1 << 14)
+# Rooms for tokens (what a batch's tables can hold) up to which a launch's own beginning and end take more
+# and more of its time. There, smaller stages are faster: latency level 1 has at most three tiles a warp,
+# level 2 two, level 3 one.
+LATENCY_TOKENS = (1 << 17, (1 << 16) - 1, 1 << 14)
+_LATENCY_TILES = (8, 3, 2, 1)
 
 # What beginning a sequence costs a block, in tiles.
 _SEQUENCE_COST = {"bf16": 1, "fp8": 1, "nvfp4": 8}
@@ -44,8 +50,10 @@ class RingProblem:
         head_rows: query rows of a KV head: its query heads times the query tokens.
         heads_first: blocks are [kv_heads, tokens, d] instead of [tokens, kv_heads, d].
         joined: a block of the pool is one tile whose scales follow its values.
-        latency: level for small batches, see LATENCY_TOKENS; 0 for all others.
-        most_warps: that a block may have without spilling registers.
+        latency: level for small batches, see `latency_level`; 0 for large ones.
+        most_warps: that a block may have without spilling registers, where a warp has one group of 8 query
+            rows.
+        most_row_tiles: groups of 8 query rows that a warp may have without spilling registers.
     """
 
     key_format: str
@@ -58,6 +66,7 @@ class RingProblem:
     joined: bool = False
     latency: int = 0
     most_warps: int = 12
+    most_row_tiles: int = 3
 
     @property
     def run(self) -> int:
@@ -72,6 +81,7 @@ class RingShape:
     Attributes:
         block_heads: KV heads of a block.
         block_head_tiles: groups of 8 query rows of each.
+        warp_row_tiles: of those, what one warp has: what it reads and converts serves all of them.
         token_warps: warps that take alternate tiles of a stage.
         stage_tiles: tiles of 16 tokens a stage holds.
         stages: stages of the ring.
@@ -81,6 +91,7 @@ class RingShape:
 
     block_heads: int
     block_head_tiles: int
+    warp_row_tiles: int
     token_warps: int
     stage_tiles: int
     stages: int
@@ -90,7 +101,7 @@ class RingShape:
     @property
     def groups(self) -> int:
         """Warps that work on the same tokens."""
-        return self.block_heads * self.block_head_tiles
+        return self.block_heads * self.block_head_tiles // self.warp_row_tiles
 
     @property
     def threads(self) -> int:
@@ -122,21 +133,30 @@ def _static_shared(groups: int, token_warps: int) -> int:
     return 8 * (MAX_PLANNED_SEQS + 1) + 256 + warps * 136 + exchange
 
 
-def _warp_tiles(problem: RingProblem, groups: int) -> tuple[int, ...]:
+def latency_level(capacity: int) -> int:
+    """Of a batch with room for so many tokens."""
+    return sum(capacity <= most for most in LATENCY_TOKENS)
+
+
+def _warp_tiles(problem: RingProblem, groups: int, row_tiles: int) -> tuple[int, ...]:
     """Tiles a warp works on at once, the best first.
 
     Conversions need independent work: NVFP4 wants most of it, BF16, which has none, least. With more than
     8 warps a block the registers allow one tile only.
     """
     formats = {problem.key_format, problem.value_format}
-    if groups > _WARPS_PER_SM or formats == {"bf16"}:
+    if row_tiles > 2 or (row_tiles == 2 and len(formats) == 2) or groups > _WARPS_PER_SM:
         return (1,)
-    most = 4 if groups == _WARPS_PER_SM else 3
-    if "nvfp4" not in formats or problem.head_dim > _WIDE_HEAD_DIM or problem.latency == 1:
+    if formats == {"bf16"}:
+        most = row_tiles
+    elif "nvfp4" not in formats or problem.head_dim > _WIDE_HEAD_DIM:
         most = 2
-    if problem.latency == 2:
-        most = 1
-    return tuple(tiles for tiles in (most, 2, 1) if tiles <= most)
+    elif groups < _WARPS_PER_SM:
+        most = 3 if groups > 1 else 2
+    else:
+        most = 8 if problem.head_dim <= _NARROW_HEAD_DIM else 4
+    most = min(most, _LATENCY_TILES[problem.latency])
+    return tuple(tiles for tiles in (8, 4, 3, 2, 1) if tiles <= most)
 
 
 def can_bulk(problem: RingProblem, heads: int, limits: DeviceLimits) -> bool:
@@ -152,35 +172,55 @@ def can_bulk(problem: RingProblem, heads: int, limits: DeviceLimits) -> bool:
     return limits.bulk_copies and not any(size % 16 for size in sizes)
 
 
+def most_row_tiles(problem: RingProblem) -> int:
+    """Groups of 8 query rows that a warp's registers hold."""
+    most = next(most for widest, most in _MOST_ROW_TILES.items() if problem.head_dim <= widest)
+    return min(most, problem.most_row_tiles)
+
+
+def _warp_row_tiles(problem: RingProblem) -> int:
+    """Groups of 8 query rows of a warp: as equal as can be, as many as registers hold."""
+    tiles, most = head_tiles(problem.head_rows), most_row_tiles(problem)
+    return div_ceil(tiles, div_ceil(tiles, most))
+
+
 def _head_shares(problem: RingProblem) -> Iterator[tuple[int, int]]:
     """(KV heads, row tiles of each) that a block may have, most first."""
-    tiles = head_tiles(problem.head_rows)
-    most = problem.most_warps if problem.head_dim <= _WIDE_HEAD_DIM else _WARPS_PER_SM
+    row_tiles = _warp_row_tiles(problem)
+    warps = div_ceil(head_tiles(problem.head_rows), row_tiles)  # of a KV head
+    most = problem.most_warps if problem.head_dim <= _WIDE_HEAD_DIM and row_tiles == 1 else _WARPS_PER_SM
     for heads in range(problem.num_kv_heads, 0, -1):
-        if problem.num_kv_heads % heads == 0 and heads * tiles <= most:
-            yield heads, tiles
-    if tiles > most:
-        yield 1, most
+        if problem.num_kv_heads % heads == 0 and heads * warps <= most:
+            yield heads, warps * row_tiles
+    if warps > most:
+        yield 1, most * row_tiles
 
 
 def _shape_of(problem: RingProblem, heads: int, tiles: int, limits: DeviceLimits) -> RingShape | None:
     """The shape for that share of the heads; None where fewer than three stages fit."""
-    groups = heads * tiles
-    # Few heads leave NVFP4's conversions room for a second, smaller block.
-    blocks_per_sm = 2 if "nvfp4" in (problem.key_format, problem.value_format) and groups < 8 else 1
+    row_tiles = _warp_row_tiles(problem)
+    groups = heads * tiles // row_tiles
+    # Few heads leave NVFP4's conversions room for further, smaller blocks.
+    formats = (problem.key_format, problem.value_format)
+    blocks_per_sm = 1
+    if "nvfp4" in formats and groups < _WARPS_PER_SM:
+        blocks_per_sm = 3 if groups == 1 and row_tiles == 1 and problem.head_dim <= _WIDE_HEAD_DIM else 2
     room = min(limits.shared_per_block, limits.shared_per_sm // blocks_per_sm - _RESERVED_SHARED)
     most = 1
-    while 2 * most * groups * blocks_per_sm <= _WARPS_PER_SM:
+    while 2 * most * groups * min(blocks_per_sm, 2) <= _WARPS_PER_SM:
         most *= 2
     tile = tile_bytes(problem, heads)
     bulk = can_bulk(problem, heads, limits)
-    for warp_tiles in _warp_tiles(problem, groups):
+    for warp_tiles in _warp_tiles(problem, groups, row_tiles):
         for token_warps in (most >> i for i in range(most.bit_length())):
             stage_tiles = token_warps * warp_tiles
             stages = (room - _static_shared(groups, token_warps)) // (stage_tiles * tile)
             if stages >= 3:
-                stages = 3 if problem.latency else min(_MAX_STAGES, stages)
-                return RingShape(heads, tiles, token_warps, stage_tiles, stages, blocks_per_sm, bulk)
+                few = problem.latency >= (1 if "nvfp4" in formats else 2)
+                stages = 3 if few else min(_MAX_STAGES, stages)
+                return RingShape(
+                    heads, tiles, row_tiles, token_warps, stage_tiles, stages, blocks_per_sm, bulk
+                )
     return None
 
 
@@ -194,9 +234,10 @@ def ring_shape(problem: RingProblem, limits: DeviceLimits) -> RingShape:
         shape = _shape_of(problem, heads, tiles, limits)
         if shape is not None:
             return shape
-    tiles = min(head_tiles(problem.head_rows), _WARPS_PER_SM)
-    if 2 * tile_bytes(problem, 1) + _static_shared(tiles, 1) <= limits.shared_per_block:
-        return RingShape(1, tiles, 1, 1, 2, 1, can_bulk(problem, 1, limits))
+    row_tiles = _warp_row_tiles(problem)
+    warps = min(div_ceil(head_tiles(problem.head_rows), row_tiles), _WARPS_PER_SM)
+    if 2 * tile_bytes(problem, 1) + _static_shared(warps, 1) <= limits.shared_per_block:
+        return RingShape(1, warps * row_tiles, row_tiles, 1, 1, 2, 1, can_bulk(problem, 1, limits))
     raise ArgumentValueError(
         f"head_dim: got {problem.head_dim}, of which two tiles do not fit the {limits.shared_per_block} "
         "bytes of shared memory that a block has"
@@ -211,6 +252,7 @@ def ring_constants(problem: RingProblem, limits: DeviceLimits) -> dict[str, int]
     return {
         "block_heads": shape.block_heads,
         "block_head_tiles": shape.block_head_tiles,
+        "warp_row_tiles": shape.warp_row_tiles,
         "token_warps": shape.token_warps,
         "stage_tiles": shape.stage_tiles,
         "stages": shape.stages,
@@ -230,7 +272,7 @@ def shared_bytes(problem: RingProblem, constants: Constants) -> int:
 
 def num_threads(constants: Constants) -> int:
     """Threads of a block."""
-    groups = constants["block_heads"] * constants["block_head_tiles"]
+    groups = constants["block_heads"] * constants["block_head_tiles"] // constants["warp_row_tiles"]
     return 32 * groups * constants["token_warps"]
 
 

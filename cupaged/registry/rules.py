@@ -9,6 +9,8 @@ SUPPORTED_HEAD_DIMS = tuple(range(16, 257, 16))
 MAX_BLOCK_SIZE = 256
 MAX_GQA_RATIO = 128
 MAX_QUERY_TOKENS = 8
+MAX_GROUP_TOKENS = 24  # of query tokens that all see the whole sequence
+LATENCY_LEVELS = 4  # shapes of a kernel for smaller and smaller batches
 
 _FLAGS = ("joined", "heads_first", "causal", "soft_cap", "query_f16", "many")
 
@@ -45,10 +47,10 @@ def check_constant(name: str, value: int | str) -> None:
         raise ArgumentValueError(f"{name}: got {value}, allowed are 0 and 1")
     elif name in ("key_format", "value_format") and value not in (0, 1, 2):
         raise ArgumentValueError(f"{name}: got {value}, allowed are 0 (bf16), 1 (fp8) and 2 (nvfp4)")
-    elif name == "latency" and value not in (0, 1, 2):
-        raise ArgumentValueError(f"latency: got {value}, allowed are 0, 1 and 2")
-    elif name == "query_tokens" and not 1 <= value <= MAX_QUERY_TOKENS:
-        raise ArgumentValueError(f"{name}: got {value}, allowed is 1 to {MAX_QUERY_TOKENS}")
+    elif name == "latency" and value not in range(LATENCY_LEVELS):
+        raise ArgumentValueError(f"latency: got {value}, allowed are 0 to {LATENCY_LEVELS - 1}")
+    elif name == "query_tokens" and not 1 <= value <= MAX_GROUP_TOKENS:
+        raise ArgumentValueError(f"{name}: got {value}, allowed is 1 to {MAX_GROUP_TOKENS}")
     elif name == "gqa_ratio" and not 1 <= value <= MAX_GQA_RATIO:
         raise ArgumentValueError(f"gqa_ratio: got {value}, allowed is 1 to {MAX_GQA_RATIO}")
 

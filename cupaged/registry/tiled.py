@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from cupaged.errors import ArgumentValueError
 from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, Scalars, div_ceil
+from cupaged.registry.ring import TILE_TOKENS
 from cupaged.registry.rules import check_block_size, check_head_dim, gqa_ratio, head_tiles
 
 _WARPS = 8  # most of a block of threads; also its most groups of 8 query heads
 # (Tiles of 16 tokens that a warp works on at once, blocks of threads for a multiprocessor) by the largest
 # head_dim, as registers allow without spills. Narrow formats need more tiles to keep as many bytes in flight.
 _SHAPES = {
-    "bf16": {64: (2, 3), 128: (1, 3), 192: (1, 2), 256: (1, 1)},
-    "fp8": {64: (2, 4), 128: (2, 3), 192: (1, 2), 256: (1, 1)},
-    "nvfp4": {64: (2, 3), 128: (2, 2), 192: (1, 2), 256: (1, 1)},
+    "bf16": {64: (2, 3), 128: (1, 4), 192: (1, 2), 256: (1, 1)},
+    "fp8": {64: (2, 4), 128: (1, 4), 192: (1, 2), 256: (1, 1)},
+    "nvfp4": {64: (2, 3), 128: (2, 4), 192: (1, 2), 256: (1, 1)},
 }
 
 # Warps that a multiprocessor of sm_90 holds at once, by the largest head_dim: what their registers leave.
-_RESIDENT_WARPS = {64: 16, 128: 12, 256: 8}
+_RESIDENT_WARPS = {128: 16, 256: 8}
 
 _STRIDE_MULTIPLES = {
     "bf16": dict.fromkeys(("blk_stride", "tok_stride", "kvh_stride"), 8),
@@ -78,6 +79,8 @@ def _pair_block(constants: Constants) -> Grid:
 def _step_entry(module: str, fmt: str) -> KernelEntry:
     def derived(spec: Constants, limits: DeviceLimits) -> dict[str, int]:
         tiles, blocks = next(shape for most, shape in _SHAPES[fmt].items() if spec["head_dim"] <= most)
+        if fmt == "nvfp4" and spec["block_size"] % TILE_TOKENS:
+            tiles = 1  # rows in several blocks take the registers of the second
         heads = _block_tiles(spec)
         warps = next(n for n in (4, 2, 1) if n * heads <= _WARPS)
         return {"token_warps": warps, "warp_tiles": tiles, "blocks_per_sm": max(1, blocks // heads)}
@@ -109,6 +112,7 @@ def _step_entry(module: str, fmt: str) -> KernelEntry:
         | dict.fromkeys(("tile_blocks", "tile_block_counts", "last_block_valid_slots_per_seq"), 4)
         | dict.fromkeys(("m_state", "l_state"), 4)
         | _STRIDE_MULTIPLES[fmt],
+        nullable={"tile_blocks": ("tile_capacity",), "last_block_valid_slots_per_seq": ()},
     )
 
 

@@ -47,6 +47,7 @@ def _gather_entry(output: str) -> KernelEntry:
         multiples={"pool": 16, "block_ids": 4, "scales": 4, "output": 16}
         # A group of 16 NVFP4 values is 8 bytes, those of the other formats are 16 and more.
         | dict.fromkeys(strides, 8),
+        nullable={"pool": ("num_blocks",), "scales": ()},
     )
 
 
@@ -70,6 +71,8 @@ def _copy_entry() -> KernelEntry:
         | dict.fromkeys(("k_source", "v_source", "k_target", "v_target"), 16)
         | dict.fromkeys(("source_stride_bytes", "source_section_bytes"), 16)
         | dict.fromkeys(("target_stride_bytes", "target_section_bytes"), 16),
+        nullable={"k_source": (), "v_source": ()}
+        | {f"{side}_target": (f"{side}_source", "num_target_blocks") for side in "kv"},
     )
 
 
@@ -78,7 +81,7 @@ def _merge_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLim
 
 
 def _merge_entry(name: str, source: str, target: str) -> KernelEntry:
-    vector = {"bf16": 2 * MERGE_VECTOR, "f32": 4 * MERGE_VECTOR}
+    vector = {"bf16": 2 * MERGE_VECTOR, "f16": 2 * MERGE_VECTOR, "f32": 4 * MERGE_VECTOR}
     return KernelEntry(
         module="merge_states",
         entry=name,
@@ -92,6 +95,7 @@ def _merge_entry(name: str, source: str, target: str) -> KernelEntry:
         multiples={"outputs": vector[source], "lses": 4, "out": vector[target], "out_lse": 4}
         | {"part_stride": MERGE_VECTOR},
         strided=frozenset({"outputs", "lses"}),
+        nullable={"out_lse": ()},
     )
 
 
@@ -102,4 +106,6 @@ ENTRIES = (
     _merge_entry("merge_states_bf16", "bf16", "bf16"),
     _merge_entry("merge_states_f32", "f32", "f32"),
     _merge_entry("merge_states_f32_to_bf16", "f32", "bf16"),
+    _merge_entry("merge_states_f16", "f16", "f16"),
+    _merge_entry("merge_states_f32_to_f16", "f32", "f16"),
 )

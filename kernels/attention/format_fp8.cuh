@@ -23,24 +23,28 @@ struct Fp8Format {
 
   static DEVICE u32 pack_weights(float low, float high) { return ptx::pack_f16x2(low, high); }
 
-  static DEVICE void score(float (&scores)[4], CacheRow row0, CacheRow row1, int quad,
-                           const u32 (&query)[Key::PRODUCTS][2]) {
+  template <int ROW_TILES>
+  static DEVICE void score(float (&scores)[ROW_TILES][4], CacheRow row0, CacheRow row1, int quad,
+                           const u32 (&query)[ROW_TILES][Key::PRODUCTS][2]) {
     UNROLL for (int round = 0; round < Key::ROUNDS; round++) {
       const int offset = Key::start(quad, round);
       const bool exists = Key::exists(quad, round);
       const Words<4> a = load_words_if<4>(exists, row0.data + offset);
       const Words<4> b = load_words_if<4>(exists, row1.data + offset);
       UNROLL for (int w = 0; w < 4; w++) {
-        const u32(&q)[2] = query[4 * round + w];
-        ptx::mma_m16n8k16_f16(scores, e4m3x2_to_f16x2(a.word[w]), e4m3x2_to_f16x2(b.word[w]),
-                              e4m3x2_to_f16x2(a.word[w] >> 16), e4m3x2_to_f16x2(b.word[w] >> 16),
-                              q[0], q[1]);
+        const u32 k[4] = {e4m3x2_to_f16x2(a.word[w]), e4m3x2_to_f16x2(b.word[w]),
+                          e4m3x2_to_f16x2(a.word[w] >> 16), e4m3x2_to_f16x2(b.word[w] >> 16)};
+        UNROLL for (int t = 0; t < ROW_TILES; t++) {
+          const u32(&q)[2] = query[t][4 * round + w];
+          ptx::mma_m16n8k16_f16(scores[t], k[0], k[1], k[2], k[3], q[0], q[1]);
+        }
       }
     }
   }
 
-  static DEVICE void accumulate(float (&output)[Value::PRODUCTS][4], const CacheRow (&rows)[4], int row,
-                                const bool (&dead)[4], u32 weights0, u32 weights1) {
+  template <int ROW_TILES>
+  static DEVICE void accumulate(float (&output)[ROW_TILES][Value::PRODUCTS][4], const CacheRow (&rows)[4],
+                                int row, const bool (&dead)[4], const u32 (&weights)[ROW_TILES][2]) {
     constexpr int WORDS = Value::PRODUCTS_PER_ROUND / 2;
     UNROLL for (int round = 0; round < Value::ROUNDS; round++) {
       Words<WORDS> v[4];
@@ -55,10 +59,11 @@ struct Fp8Format {
           const u32 selector = half == 0 ? 0x5140 : 0x7362;
           const u32 first = ptx::prmt(v[0].word[w], v[1].word[w], selector);
           const u32 second = ptx::prmt(v[2].word[w], v[3].word[w], selector);
-          ptx::mma_m16n8k16_f16(output[round * Value::PRODUCTS_PER_ROUND + 2 * w + half],
-                                e4m3x2_to_f16x2(first), e4m3x2_to_f16x2(first >> 16),
-                                e4m3x2_to_f16x2(second), e4m3x2_to_f16x2(second >> 16), weights0,
-                                weights1);
+          const u32 a[4] = {e4m3x2_to_f16x2(first), e4m3x2_to_f16x2(first >> 16), e4m3x2_to_f16x2(second),
+                            e4m3x2_to_f16x2(second >> 16)};
+          const int product = round * Value::PRODUCTS_PER_ROUND + 2 * w + half;
+          UNROLL for (int t = 0; t < ROW_TILES; t++)
+            ptx::mma_m16n8k16_f16(output[t][product], a[0], a[1], a[2], a[3], weights[t][0], weights[t][1]);
         }
       }
     }

@@ -39,8 +39,9 @@ struct Nvfp4Format {
     return e4m3x2_to_f16x2(codes);
   }
 
-  static DEVICE void score(float (&scores)[4], CacheRow row0, CacheRow row1, int quad,
-                           const u32 (&query)[Key::PRODUCTS][2]) {
+  template <int ROW_TILES>
+  static DEVICE void score(float (&scores)[ROW_TILES][4], CacheRow row0, CacheRow row1, int quad,
+                           const u32 (&query)[ROW_TILES][Key::PRODUCTS][2]) {
     UNROLL for (int round = 0; round < Key::ROUNDS; round++) {
       const int start = Key::start(quad, round);
       const bool exists = Key::exists(quad, round);
@@ -54,15 +55,19 @@ struct Nvfp4Format {
         e2m1x8_to_f16x2(a.word[w], ptx::prmt(scales_a, 0u, broadcast), f);
         e2m1x8_to_f16x2(b.word[w], ptx::prmt(scales_b, 0u, broadcast), g);
         const int product = 2 * (round * KEY_WORDS + w);
-        ptx::mma_m16n8k16_f16(scores, f[0], g[0], f[1], g[1], query[product][0], query[product][1]);
-        ptx::mma_m16n8k16_f16(scores, f[2], g[2], f[3], g[3], query[product + 1][0],
-                              query[product + 1][1]);
+        UNROLL for (int t = 0; t < ROW_TILES; t++) {
+          const u32(&first)[2] = query[t][product];
+          const u32(&second)[2] = query[t][product + 1];
+          ptx::mma_m16n8k16_f16(scores[t], f[0], g[0], f[1], g[1], first[0], first[1]);
+          ptx::mma_m16n8k16_f16(scores[t], f[2], g[2], f[3], g[3], second[0], second[1]);
+        }
       }
     }
   }
 
-  static DEVICE void accumulate(float (&output)[Value::PRODUCTS][4], const CacheRow (&rows)[4], int row,
-                                const bool (&dead)[4], u32 weights0, u32 weights1) {
+  template <int ROW_TILES>
+  static DEVICE void accumulate(float (&output)[ROW_TILES][Value::PRODUCTS][4], const CacheRow (&rows)[4],
+                                int row, const bool (&dead)[4], const u32 (&weights)[ROW_TILES][2]) {
     constexpr int WORDS = Value::PRODUCTS_PER_ROUND / 4;
     UNROLL for (int round = 0; round < Value::ROUNDS; round++) {
       const int start = Value::start(row, round);
@@ -84,8 +89,10 @@ struct Nvfp4Format {
         e2m1x8_to_f16x2(ptx::prmt(v[0].word[w / 2], v[1].word[w / 2], selector), scales01, f);
         e2m1x8_to_f16x2(ptx::prmt(v[2].word[w / 2], v[3].word[w / 2], selector), scales23, g);
         const int product = round * Value::PRODUCTS_PER_ROUND + 2 * w;
-        ptx::mma_m16n8k16_f16(output[product], f[0], f[1], g[0], g[1], weights0, weights1);
-        ptx::mma_m16n8k16_f16(output[product + 1], f[2], f[3], g[2], g[3], weights0, weights1);
+        UNROLL for (int t = 0; t < ROW_TILES; t++) {
+          ptx::mma_m16n8k16_f16(output[t][product], f[0], f[1], g[0], g[1], weights[t][0], weights[t][1]);
+          ptx::mma_m16n8k16_f16(output[t][product + 1], f[2], f[3], g[2], g[3], weights[t][0], weights[t][1]);
+        }
       }
     }
   }

@@ -29,6 +29,8 @@ struct Lane {
   }
   // Tokens (within the tile) of this lane's two K rows: key_token() and key_token() + 8.
   DEVICE int key_token() const { return token_of_row(row); }
+  // The query row of its accumulator column k: two columns of each tile of 8 query rows.
+  DEVICE int column(int k) const { return TILE_HEADS * (k / 2) + 2 * quad + k % 2; }
   // Token of its V fragment j = 0..3.
   DEVICE int value_token(int j) const { return quad + 4 * j; }
 };

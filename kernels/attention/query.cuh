@@ -1,5 +1,5 @@
-// The query operand: up to 8 query rows of one sequence and KV head, as B fragments in the order a
-// format stores K.
+// The query operand: tiles of up to 8 query rows of one sequence and KV head, as B fragments in the
+// order a format stores K.
 #pragma once
 #include "attention/fragments.cuh"
 #include "numeric/bf16.cuh"
@@ -57,15 +57,16 @@ DEVICE QueryRow<Element, typename Format::Key> load_query_row(const u16* row, La
 
 // B fragments. F16 elements over BF16 keys are held as a sum of two BF16 numbers, `rest` the smaller:
 // exact, for F16 has 11 significant bits and two BF16 have 16.
-template <class Element, class Format>
-struct QueryTile {
+template <class Element, class Format, int ROW_TILES>
+struct QueryTiles {
   using Key = typename Format::Key;
   static constexpr bool HAS_REST = Element::IS_F16 && !Format::QUERY_IS_F16;
 
-  u32 fragment[Key::PRODUCTS][2];
-  u32 rest[HAS_REST ? Key::PRODUCTS : 1][2];
-  // What scores of rows 2c and 2c + 1 must be multiplied by to undo the normalisation.
-  float restore[2];
+  u32 fragment[ROW_TILES][Key::PRODUCTS][2];
+  u32 rest[HAS_REST ? ROW_TILES : 1][HAS_REST ? Key::PRODUCTS : 1][2];
+  // What scores must be multiplied by to undo the normalisation: of rows 2c and 2c + 1 of tile t at 2t and
+  // 2t + 1.
+  float restore[2 * ROW_TILES];
 };
 
 // F16 has a narrower range than BF16, so each row is multiplied by the power of two that brings its
@@ -77,33 +78,31 @@ DEVICE u32 normalising_exponent(float magnitude) {
   return min(254u - 1u, 127u + 14u + 127u - max(exponent, 1u));
 }
 
-template <class Element, class Format>
-DEVICE QueryTile<Element, Format> make_query_tile(const QueryRow<Element, typename Format::Key>& row,
-                                                  Lane lane) {
-  using Tile = QueryTile<Element, Format>;
-  Tile tile;
+// Tile t of `tiles` from this lane's row of it.
+template <class Element, class Format, int ROW_TILES>
+DEVICE void make_query_tile(QueryTiles<Element, Format, ROW_TILES>& tiles, int t,
+                            const QueryRow<Element, typename Format::Key>& row, Lane lane) {
   float factor = 1.0f;
-  tile.restore[0] = tile.restore[1] = 1.0f;
+  tiles.restore[2 * t] = tiles.restore[2 * t + 1] = 1.0f;
   if constexpr (Format::QUERY_IS_F16) {
     const u32 exponent = normalising_exponent(row.magnitude());
     factor = __uint_as_float(exponent << 23);
     const float inverse = __uint_as_float((254u - exponent) << 23);
     UNROLL for (int k = 0; k < 2; k++)
-      tile.restore[k] = __shfl_sync(FULL_WARP, inverse, 4 * (2 * lane.quad + k));
+      tiles.restore[2 * t + k] = __shfl_sync(FULL_WARP, inverse, 4 * (2 * lane.quad + k));
   }
   UNROLL for (int product = 0; product < Format::Key::PRODUCTS; product++) {
     UNROLL for (int reg = 0; reg < 2; reg++) {
       const float low = row.element(Format::query_element(product, reg, 0));
       const float high = row.element(Format::query_element(product, reg, 1));
       if constexpr (Format::QUERY_IS_F16) {
-        tile.fragment[product][reg] = ptx::pack_f16x2(low * factor, high * factor);
+        tiles.fragment[t][product][reg] = ptx::pack_f16x2(low * factor, high * factor);
       } else {
         const u32 pair = ptx::pack_bf16x2(low, high);
-        tile.fragment[product][reg] = pair;
-        if constexpr (Tile::HAS_REST)
-          tile.rest[product][reg] = ptx::pack_bf16x2(low - bf16x2_low(pair), high - bf16x2_high(pair));
+        tiles.fragment[t][product][reg] = pair;
+        if constexpr (QueryTiles<Element, Format, ROW_TILES>::HAS_REST)
+          tiles.rest[t][product][reg] = ptx::pack_bf16x2(low - bf16x2_low(pair), high - bf16x2_high(pair));
       }
     }
   }
-  return tile;
 }

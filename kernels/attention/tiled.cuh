@@ -125,7 +125,8 @@ struct Tiled {
     Warp warp;
     const int row = Lane::current().row;
     const bf16_bits* q = row < Shape::heads() ? problem.q + (q_row + row) * HEAD_DIM : nullptr;
-    warp.begin(load_query_row<Bf16Element, Format>(q, Lane::current()), {problem.score_scale, 0.0f});
+    warp.begin([&](int) { return load_query_row<Bf16Element, Format>(q, Lane::current()); },
+               {problem.score_scale, 0.0f});
     const PageWalk<BLOCK_SIZE> walk = {
         problem.k_pool,
         problem.v_pool,

@@ -1,23 +1,40 @@
 // E2M1 (OCP FP4): 1 sign, 2 exponent bits, 1 mantissa bit; magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 #pragma once
-#include "ptx.cuh"
+#include "numeric/bf16.cuh"
+#include "numeric/magnitudes.cuh"
 
 constexpr float E2M1_MAX = 6.0f;
 
-// Round to nearest, ties to the even code, saturating. Not for NaN: a group with one has no codes.
-DEVICE u32 float_to_e2m1(float value) {
-  const float a = fabsf(value);
-  const u32 magnitude =
-      (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
-  return ((__float_as_uint(value) >> 28) & 8u) | magnitude;
+// A factor that every decoded E2M1 value still lacks: see e2m1x8_to_f16x2, and bf16x8_to_e2m1.
+constexpr float E2M1_DECODE_SHIFT = 16384.0f;  // 2^14
+
+// Eight BF16 values (pairs in order), each times 2^14 * factor, to codes, first in the lowest nibble:
+// round to nearest, ties to the even code, saturating. Not for NaN.
+//
+// 1 / factor is 2^14 times an E4M3 scale, within 2^-20. A tie times the scale has at most 7 significant
+// bits, so a BF16 value is either a tie or 2^-8 of it away. Rounding the product to F16 makes it the tie
+// in the first case and keeps it on its side in the second. A half then has its E2M1 magnitude in bits 9
+// and up, as F16 becomes subnormal where E2M1 times 2^-14 does, and is rounded there as an integer.
+DEVICE u32 bf16x8_to_e2m1(const u32 (&pairs)[4], float factor) {
+  u32 halves[4];
+  UNROLL for (int i = 0; i < 4; i++) {
+    const u32 products = ptx::pack_f16x2(__fmul_rn(bf16x2_low(pairs[i]), factor),
+                                         __fmul_rn(bf16x2_high(pairs[i]), factor));
+    const u32 limited = min_magnitude_f16x2(products, 0x0e000e00u /* 6 * 2^-14 */);
+    halves[i] = limited + 0x00ff00ffu + ((limited >> 9) & 0x00010001u);
+  }
+  // Each half's upper byte, by even and by odd values: sign in bit 7, magnitude in bits 3..1.
+  const u32 first = ptx::prmt(halves[0], halves[1], 0x7351u);
+  const u32 second = ptx::prmt(halves[2], halves[3], 0x7351u);
+  const u32 even = ptx::prmt(first, second, 0x5410u), odd = ptx::prmt(first, second, 0x7632u);
+  const u32 low = ptx::bit_select(even >> 4, even >> 1, 0x08080808u);
+  const u32 high = ptx::bit_select(odd, odd << 3, 0x80808080u);
+  return ptx::bit_select(high, low, 0xf0f0f0f0u);
 }
 
 // Multipliers that the compiler must not know. Multiplying by them shifts on the multiply-add pipe; it
 // would turn a known power of two into a shift on the integer pipe, which is the busier one here.
 __constant__ u32 SHIFT_MULTIPLIERS[3] = {2, 16, 256};
-
-// A factor that every decoded E2M1 value still lacks: see e2m1x8_to_f16x2.
-constexpr float E2M1_DECODE_SHIFT = 16384.0f;  // 2^14
 
 // Eight codes (one word, first in the lowest nibble) to four f16x2, times 2^-14, times `scale` (f16x2):
 // pairs[i] holds values (i, i + 4). Exact: a product has at most 6 significant bits, and even with the

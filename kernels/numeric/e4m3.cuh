@@ -20,11 +20,13 @@ DEVICE u32 float_to_e4m3(float value) {
   return sign | ((rounded >> 20) - (120u << 3));
 }
 
-// E4M3(value / scale) for a positive scale, by a true division: multiplying by 1 / scale lands on the
-// other side of some ties. The sign is the value's own: that of a NaN quotient would be arbitrary.
-DEVICE u32 quantize_e4m3(float value, float scale) {
-  const u32 code = float_to_e4m3(__fdiv_rn(value, scale));
-  return (code & 0x7fu) | ((__float_as_uint(value) >> 24) & 0x80u);
+// Four codes, the first in the lowest byte; the sign of a NaN is arbitrary.
+DEVICE u32 floats_to_e4m3x4(float a, float b, float c, float d) {
+#ifdef CUPAGED_HARDWARE_E4M3
+  return ptx::floats_to_e4m3x4(a, b, c, d);
+#else
+  return float_to_e4m3(a) | float_to_e4m3(b) << 8 | float_to_e4m3(c) << 16 | float_to_e4m3(d) << 24;
+#endif
 }
 
 // Two codes (low and high byte of the low 16 bits) to f16x2, exactly.

@@ -24,7 +24,7 @@ struct RingLoop {
   using Ring = Pipeline<Spec, Shape::WARPS>;
   using Types =
       AttentionTypes<typename Spec::Element, typename Spec::KeyFormat, typename Spec::ValueFormat,
-                     LazyReference<typename Spec::ValueFormat>, Spec::SOFT_CAP>;
+                     LazyReference<typename Spec::ValueFormat>, Spec::WARP_ROW_TILES, Spec::SOFT_CAP>;
   using Warp = WarpAttention<Types>;
   using Cursor = typename Work::Cursor;
   static constexpr int WARP_TILES = Spec::STAGE_TILES / Spec::TOKEN_WARPS;
@@ -78,24 +78,33 @@ struct RingLoop {
     return progress;
   }
 
-  DEVICE typename Warp::Row load_query(u32 seq) const {
-    const int row = Lane::current().row;
-    const u16* pointer = nullptr;
-    if (row < Shape::rows()) {
-      const auto index = QueryRowIndex<Spec>::of(Shape::kv_head(), Shape::head_row(row));
-      pointer = inputs.q + (static_cast<u64>(seq) * Spec::QUERY_TOKENS + index.token) * inputs.q_stride +
-                static_cast<u64>(index.head) * Spec::HEAD_DIM;
+  // A sequence's rows of q, asked for ahead where registers can hold them meanwhile.
+  static constexpr bool QUERY_AHEAD = Warp::ROW_TILES <= 2;
+  struct Query {
+    u32 seq;
+    typename Warp::Row row[QUERY_AHEAD ? Warp::ROW_TILES : 1];
+  };
+
+  DEVICE Query load_query(u32 seq) const {
+    Query query = {seq, {}};
+    if constexpr (QUERY_AHEAD) {
+    UNROLL for (int t = 0; t < Warp::ROW_TILES; t++) query.row[t] = load_row(seq, t);
     }
-    return load_query_row<typename Spec::Element, typename Spec::KeyFormat>(pointer, Lane::current());
+    return query;
   }
 
   // This piece's state, complete over the block and held by the warps of token position 0. False where a
   // block of the sequence was outside the pool.
-  DEVICE bool attend(Warp& warp, Progress& progress, const typename Warp::Row& query,
+  DEVICE bool attend(Warp& warp, Progress& progress, const Query& query,
                      const Cursor& cursor) const {
     ScoreRule rule = inputs.score;
     if (inputs.k_scales != nullptr) rule.scale *= inputs.k_scales[Shape::kv_head()];
-    warp.begin(query, rule);
+    warp.begin(
+        [&](int t) {
+          if constexpr (QUERY_AHEAD) return query.row[t];
+          return load_row(query.seq, t);
+        },
+        rule);
     if (inputs.sinks != nullptr && cursor.begins_sequence(work)) add_sinks(warp);
     bool valid = true;
     if (!cursor.at_end()) {
@@ -112,10 +121,22 @@ struct RingLoop {
   }
 
  private:
+  // This lane's row of q of tile t.
+  DEVICE typename Warp::Row load_row(u32 seq, int t) const {
+    const int row = TILE_HEADS * t + Lane::current().row;
+    const u16* pointer = nullptr;
+    if (row < Shape::rows()) {
+      const auto index = QueryRowIndex<Spec>::of(Shape::kv_head(), Shape::head_row(row));
+      pointer = inputs.q + (static_cast<u64>(seq) * Spec::QUERY_TOKENS + index.token) * inputs.q_stride +
+                static_cast<u64>(index.head) * Spec::HEAD_DIM;
+    }
+    return load_query_row<typename Spec::Element, typename Spec::KeyFormat>(pointer, Lane::current());
+  }
+
   // Each row has its sink once: in one lane, of the warps that begin the sequence.
   DEVICE void add_sinks(Warp& warp) const {
-    UNROLL for (int k = 0; k < 2; k++) {
-      const int column = 2 * warp.lane.quad + k;
+    UNROLL for (int k = 0; k < Warp::COLUMNS; k++) {
+      const int column = warp.lane.column(k);
       if (column >= Shape::rows() || Shape::token_warp() != 0) continue;
       const auto index = QueryRowIndex<Spec>::of(Shape::kv_head(), Shape::head_row(column));
       warp.state[k] = SoftmaxState::of_sink(inputs.sinks[index.head], Types::Reference::HEADROOM);
@@ -147,12 +168,12 @@ struct RingLoop {
     unit.start += Layout::TOKENS;
   }
 
-  // What the query tokens of this lane's two rows may see.
-  DEVICE RowMask row_mask(Lane lane, const Unit& unit) const {
-    RowMask mask = {unit.range, {}};
+  // What the query tokens of this lane's rows may see.
+  DEVICE RowMask<Warp::ROW_TILES> row_mask(Lane lane, const Unit& unit) const {
+    RowMask<Warp::ROW_TILES> mask = {unit.range, {}};
     const u32 length = work.length(unit.seq);
-    UNROLL for (int k = 0; k < 2; k++) {
-      const int token = Shape::head_row(2 * lane.quad + k) / Spec::GQA_RATIO;
+    UNROLL for (int k = 0; k < Warp::COLUMNS; k++) {
+      const int token = Shape::head_row(lane.column(k)) / Spec::GQA_RATIO;
       const TokenRange own = work.lengths.range_before(length, max(0, Spec::QUERY_TOKENS - 1 - token));
       mask.row[k] = {max(own.begin, unit.range.begin), min(own.end, unit.range.end)};
     }

@@ -68,6 +68,15 @@ struct StageCopy {
   }
 };
 
+// Lanes of a warp that tell "empty" that they have read a stage. One is enough, after a __syncwarp; a
+// race checker that does not follow that order from lane to lane is given kernels in which each lane
+// does.
+#ifdef RING_EVERY_LANE_ARRIVES
+constexpr u32 EMPTY_LANES = WARP_SIZE;
+#else
+constexpr u32 EMPTY_LANES = 1;
+#endif
+
 template <class Spec, int WARPS>
 struct Pipeline {
   using Layout = StageLayout<Spec>;
@@ -135,7 +144,7 @@ struct Pipeline {
     constexpr u32 FULL_ARRIVALS = Spec::BULK ? 1 : WARP_SIZE + 1;
     for (int s = 0; s < Spec::STAGES; s++) {
       ptx::mbarrier_init(&shared.full[s], FULL_ARRIVALS);
-      ptx::mbarrier_init(&shared.empty[s], WARPS);
+      ptx::mbarrier_init(&shared.empty[s], WARPS * EMPTY_LANES);
     }
     ptx::mbarrier_init_fence();
   }
@@ -187,7 +196,7 @@ struct Pipeline {
   // This warp has read stage s.
   DEVICE void release(int s) const {
     __syncwarp();
-    if (lane() == 0) ptx::mbarrier_arrive(&shared.empty[s]);
+    if (lane() < static_cast<int>(EMPTY_LANES)) ptx::mbarrier_arrive(&shared.empty[s]);
   }
 
  private:

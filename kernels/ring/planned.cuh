@@ -80,7 +80,7 @@ struct PlannedDecode {
                        Ring::of(shared.ring, stages, problem.inputs.pools, Shape::slice_head())};
     // Asked for before the ring is filled, so that it arrives no later than the first stage; but where
     // one short stage is all that a block has, nothing may come before that.
-    typename Warp::Row query;
+    typename Loop::Query query;
     if constexpr (!Spec::SHORT) query = loop.load_query(cursor.seq);
     typename Loop::Progress progress = loop.start(cursor);
     if constexpr (Spec::SHORT) query = loop.load_query(cursor.seq);
@@ -99,7 +99,7 @@ struct PlannedDecode {
   // Stores the result of a sequence, or this block's part of it. Returns how many sequences this block
   // has to merge, `merges` before.
   DEVICE int finish_piece(Warp& warp, bool valid, u32 seq, int merges) const {
-    if (!valid) warp.state[0].sum = warp.state[1].sum = quiet_nan();
+    if (!valid) warp.poison();
     const u32 start = work.starts[seq], end = work.starts[seq + 1];
     if (start + COST >= work.begin && end <= work.end) {
       if (Shape::token_warp() == 0) ResultStore<Spec>::store_warp(problem.results, warp, seq);
@@ -121,8 +121,8 @@ struct PlannedDecode {
         warp, Shape::rows(), [&](int column, int, int dim, float4 values) {
           *parts.o_at(slot, Shape::slice_index(column), dim) = values;
         });
-    UNROLL for (int k = 0; k < 2; k++) {
-      const int column = 2 * warp.lane.quad + k;
+    UNROLL for (int k = 0; k < Warp::COLUMNS; k++) {
+      const int column = warp.lane.column(k);
       if (warp.lane.row == 0 && column < Shape::rows())
         *parts.state_at(slot, Shape::slice_index(column)) =
             make_float2(warp.state[k].reference, warp.state[k].sum);

@@ -34,10 +34,10 @@ struct ResultStore {
   template <class Warp>
   static DEVICE void store_warp(const Results& results, const Warp& warp, u32 seq) {
     using Shape = RingShape<Spec>;
-    float factor[2] = {};
-    Index row[2];
-    UNROLL for (int k = 0; k < 2; k++) {
-      const int column = 2 * warp.lane.quad + k;
+    float factor[Warp::COLUMNS] = {};
+    Index row[Warp::COLUMNS];
+    UNROLL for (int k = 0; k < Warp::COLUMNS; k++) {
+      const int column = warp.lane.column(k);
       if (column >= Shape::rows()) continue;
       row[k] = Index::of(Shape::kv_head(), Shape::head_row(column));
       factor[k] = results.finish_row(warp.state[k], row[k], seq, warp.lane.row == 0);

@@ -1,9 +1,9 @@
 // Which warp of which block works on what.
 //
-// A block has BLOCK_HEADS KV heads, and of each BLOCK_HEAD_TILES tiles of 8 query rows: one warp each,
-// times TOKEN_WARPS. Where that is not everything, grid rows (blockIdx.y) are slices: each has other
-// heads or rows and its own blocks. Rows of a KV head are its query heads, query token after query
-// token.
+// A block has BLOCK_HEADS KV heads, and of each BLOCK_HEAD_TILES tiles of 8 query rows: a warp for every
+// WARP_ROW_TILES of them, times TOKEN_WARPS. Where that is not everything, grid rows (blockIdx.y) are
+// slices: each has other heads or rows and its own blocks. Rows of a KV head are its query heads, query
+// token after query token.
 #pragma once
 #include "attention/fragments.cuh"
 #include "ring/spec.cuh"
@@ -13,9 +13,12 @@ struct RingShape {
   static constexpr int HEAD_TILES = divide_up(Spec::HEAD_ROWS, TILE_HEADS);
   static constexpr int HEAD_SLICES = divide_up(HEAD_TILES, Spec::BLOCK_HEAD_TILES);  // of a KV head
   static constexpr int SLICES = Spec::NUM_KV_HEADS / Spec::BLOCK_HEADS * HEAD_SLICES;
-  static constexpr int GROUPS = Spec::BLOCK_HEADS * Spec::BLOCK_HEAD_TILES;
+  static constexpr int HEAD_WARPS = Spec::BLOCK_HEAD_TILES / Spec::WARP_ROW_TILES;
+  static constexpr int WARP_ROWS = TILE_HEADS * Spec::WARP_ROW_TILES;  // at most
+  static constexpr int GROUPS = Spec::BLOCK_HEADS * HEAD_WARPS;
   static constexpr int WARPS = GROUPS * Spec::TOKEN_WARPS;
   static constexpr int THREADS = 32 * WARPS;
+  static_assert(Spec::BLOCK_HEAD_TILES % Spec::WARP_ROW_TILES == 0, "whole warps");
   static_assert(Spec::NUM_KV_HEADS % Spec::BLOCK_HEADS == 0, "slices of as many heads");
   static_assert(HEAD_SLICES == 1 || Spec::BLOCK_HEADS == 1, "slices of heads, or of one head's rows");
 
@@ -31,18 +34,18 @@ struct RingShape {
   static DEVICE int slice_head() { return slice() / HEAD_SLICES * Spec::BLOCK_HEADS; }
   static DEVICE int slice_row() { return slice() % HEAD_SLICES * (TILE_HEADS * Spec::BLOCK_HEAD_TILES); }
 
-  static DEVICE int local_head() { return merge_group() / Spec::BLOCK_HEAD_TILES; }
+  static DEVICE int local_head() { return merge_group() / HEAD_WARPS; }
   static DEVICE int kv_head() { return slice_head() + local_head(); }
-  static DEVICE int local_tile() { return merge_group() % Spec::BLOCK_HEAD_TILES; }
+  static DEVICE int head_warp() { return merge_group() % HEAD_WARPS; }
 
-  // Rows of this warp's tile that exist.
+  // This warp's rows that exist.
   static DEVICE int rows() {
-    return smaller(TILE_HEADS, Spec::HEAD_ROWS - slice_row() - TILE_HEADS * local_tile());
+    return smaller(WARP_ROWS, Spec::HEAD_ROWS - slice_row() - WARP_ROWS * head_warp());
   }
-  // The query row of column `column` of this warp's tile, and its place among the slice's rows.
-  static DEVICE int head_row(int column) { return slice_row() + TILE_HEADS * local_tile() + column; }
+  // The query row of column `column` of this warp, and its place among the slice's rows.
+  static DEVICE int head_row(int column) { return slice_row() + WARP_ROWS * head_warp() + column; }
   static DEVICE int slice_index(int column) {
-    return local_head() * SLICE_HEAD_ROWS + TILE_HEADS * local_tile() + column;
+    return local_head() * SLICE_HEAD_ROWS + WARP_ROWS * head_warp() + column;
   }
 };
 

@@ -19,6 +19,9 @@
 #ifndef SPEC_HEADS_FIRST
 #define SPEC_HEADS_FIRST 0  // blocks are [kv_heads, tokens, d] instead of [tokens, kv_heads, d]
 #endif
+#ifndef SPEC_WARP_ROW_TILES
+#define SPEC_WARP_ROW_TILES 1
+#endif
 #ifndef SPEC_LATENCY
 #define SPEC_LATENCY 0  // level for small batches
 #endif
@@ -62,6 +65,7 @@ struct RingSpec {
   // The block of threads.
   static constexpr int BLOCK_HEADS = SPEC_BLOCK_HEADS;            // KV heads
   static constexpr int BLOCK_HEAD_TILES = SPEC_BLOCK_HEAD_TILES;  // groups of 8 query rows of each
+  static constexpr int WARP_ROW_TILES = SPEC_WARP_ROW_TILES;      // of those, what one warp has
   static constexpr int TOKEN_WARPS = SPEC_TOKEN_WARPS;            // warps that take alternate tiles
   static constexpr int STAGE_TILES = SPEC_STAGE_TILES;
   static constexpr int STAGES = SPEC_STAGES;
@@ -69,7 +73,7 @@ struct RingSpec {
   static constexpr int FILL_DELAY = SPEC_FILL_DELAY;
   static constexpr int SEQUENCE_COST = SPEC_SEQUENCE_COST;
   static constexpr int BLOCKS_PER_SM = SPEC_BLOCKS_PER_SM;
-  static constexpr bool SHORT = SPEC_LATENCY == 2;
+  static constexpr bool SHORT = SPEC_LATENCY == 3;
 
   static constexpr int NUM_Q_HEADS = NUM_KV_HEADS * GQA_RATIO;
   static constexpr int HEAD_ROWS = GQA_RATIO * QUERY_TOKENS;  // query rows of a KV head

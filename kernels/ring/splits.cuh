@@ -51,7 +51,7 @@ struct SplitDecode {
       if (work.split_tiles != 0 && cursor.at_end()) continue;
       Warp warp;
       const bool valid = loop.attend(warp, progress, loop.load_query(cursor.seq), cursor);
-      if (!valid || !work.lengths.fits(cursor.seq)) warp.state[0].sum = warp.state[1].sum = quiet_nan();
+      if (!valid || !work.lengths.fits(cursor.seq)) warp.poison();
       if (Shape::token_warp() != 0) continue;
       if (workspace == nullptr) {
         ResultStore<Spec>::store_warp(results, warp, cursor.seq);
@@ -90,8 +90,8 @@ struct SplitDecode {
           pairs[0] = make_float2(v.x * factor, v.y * factor);
           pairs[1] = make_float2(v.z * factor, v.w * factor);
         });
-    UNROLL for (int k = 0; k < 2; k++) {
-      const int column = 2 * warp.lane.quad + k;
+    UNROLL for (int k = 0; k < Warp::COLUMNS; k++) {
+      const int column = warp.lane.column(k);
       if (warp.lane.row != 0 || column >= Shape::rows()) continue;
       *reinterpret_cast<float2*>(target(column) + Spec::HEAD_DIM) =
           make_float2(warp.state[k].natural_reference(), warp.state[k].sum);

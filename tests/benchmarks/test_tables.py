@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import __main__ as program
 from benchmarks import report
 from tools.performance_tables import performance
 from tools.robustness_tables import robustness
@@ -19,7 +20,11 @@ def row(load: str, fmt: str, us: float, **more: Any) -> dict[str, Any]:
     return {"load": load, "format": fmt, **figures, **more}
 
 
-PEER = [row("A", "bf16", 30.0, path="fa2", plan_ms=0.5), row("A", "bf16", 25.0, path="xqa", plan_ms=0.0)]
+PEER = [
+    row("A", "bf16", 30.0, path="fa2", plan_ms=0.5, relative_error=2e-3),
+    row("A", "bf16", 25.0, path="xqa", plan_ms=0.0, relative_error=4.8e-2),
+    row("B", "nvfp4", 50.0, path="fa2", plan_ms=0.5, relative_error=None),
+]
 RESULT = {
     "commit": "0123456789abcdef",
     "device": {"driver": "580", "flashinfer": "0.7.4"},
@@ -28,6 +33,7 @@ RESULT = {
         "table": [
             row("A", "bf16", 20.0, share_of_ceiling=0.96),
             {"load": "A", "format": "fp8", "message": "head_dim: got 7"},
+            row("B", "nvfp4", 25.0, share_of_ceiling=0.9),
         ],
         "peer": PEER,
         "latency": [row("A", "nvfp4", 8.4, behind_writer_us=9.1)],
@@ -56,7 +62,8 @@ def test_the_peers_best_path_counts() -> None:
 def test_tables_show_figures_and_what_is_missing() -> None:
     text = performance(RESULT)
     assert "| A | 20.0 (96%), 1.25 x | not supported | not measured |" in text
-    assert "| A | 25.0 (xqa) | not measured | not measured |" in text
+    assert "| A | 25.0 (xqa, 4.8e-02) | not measured | not measured |" in text
+    assert "| B | not measured | not measured | 50.0 (fa2) |" in text
     assert "| A | not measured | not measured | 8.4; 9.1 |" in text
     assert "| A, 64 tokens a split | +5.0% | not measured | not measured |" in text
     assert "| launcher | 7.5 | 0 |" in text
@@ -158,8 +165,9 @@ def test_what_was_not_measured_is_said(result: dict[str, Any] | None) -> None:
 
 def test_lines_of_the_run() -> None:
     lines = report.comparison(RESULT["sets"]["table"], PEER)
-    assert "25.0   xqa 1.25" in lines[1]
+    assert "25.0   xqa 4.8e-02 1.25" in lines[1]
     assert lines[2].endswith("head_dim: got 7")
+    assert lines[3].endswith("50.0   fa2         2.00")
     assert "behind a writer 9.10 us" not in report.line(RESULT["sets"]["table"][0])
 
 
@@ -180,12 +188,27 @@ def test_wrong_results(more: dict[str, Any], wrong: bool) -> None:
     assert report.is_wrong(more, 5e-3) is wrong
 
 
+@pytest.mark.parametrize(
+    ("error", "peer_is_wrong", "we_are_wrong"),
+    [(None, False, False), (4.8e-2, False, True), (0.21, True, True), (float("nan"), True, True)],
+)
+def test_a_peers_rounding_is_a_figure(error: float | None, peer_is_wrong: bool, we_are_wrong: bool) -> None:
+    """FlashInfer's FP8 path rounds the weights to FP8, which is no failure of the run; nonsense is one."""
+    for name, wrong in (("peer", peer_is_wrong), ("table", we_are_wrong)):
+        found = row("A", "fp8", 20.0, path="xqa", relative_error=error)
+        sets = {"peer": [], "table": [], name: [found, row("A", "bf16", 1.0, relative_error=1e-3)]}
+        assert program.wrong_rows(sets) == ([found] if wrong else [])
+
+
 def test_the_plot_is_drawn_and_repeats(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks import plots
 
     source = json.loads(json.dumps(RESULT))
-    assert plots.bars(source) == {"bf16": [("A", 1000 / 20.0 / 1e6, 1000 / 25.0 / 1e6)]}
+    assert plots.bars(source) == {
+        "bf16": [("A", 1000 / 20.0 / 1e6, 1000 / 25.0 / 1e6)],
+        "nvfp4": [("B", 1000 / 25.0 / 1e6, 1000 / 50.0 / 1e6)],
+    }
     images = [tmp_path / name for name in ("one.svg", "two.svg")]
     for image in images:
         plots.draw(source, image)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.paths import arguments, call, decoder_of, guarded_output
+from tests.paths import arguments, call, decoder_arguments, decoder_of, guarded_nan
 from tests.rig import DeviceGuarded, Rig, UploadedCase, bits
 
 SPIN_CYCLES = 200_000_000  # about a tenth of a second
@@ -42,7 +42,7 @@ class Prepared:
     def __init__(self, up: UploadedCase, path: str, **changed: Any) -> None:
         rig, shape = up.rig, up.case.q.shape
         self.up, self.path, self.rig = up, path, rig
-        self.output: DeviceGuarded = guarded_output(rig, shape)
+        self.output: DeviceGuarded = guarded_nan(rig, shape, np.uint16)
         self.named = arguments(up) | {"output": self.output.array} | changed
         self.format = up.case.layout.format.name
         if path.startswith("splits"):
@@ -57,21 +57,12 @@ class Prepared:
         if self.path == "single":
             call(self.rig, f"paged_decode_attn_{self.format}", stream, **self.named)
         elif self.path == "decoder":
-            self._decode(stream)
+            named = decoder_arguments(self.up, stream, **self.named)
+            self.decoder.decode(**named, output=self.named["output"])
         else:
             call(self.rig, f"paged_decode_attn_splitk_{self.format}", stream, **self.named)
             reduce = "nvfp4" if self.format == "nvfp4" else "fp8"
             call(self.rig, f"paged_decode_attn_reduce_{reduce}", stream, **self.named)
-
-    def _decode(self, stream: Any) -> None:
-        names = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "output", "num_seqs",
-                 "max_blocks_per_seq", "sliding_window", "q_stride", "num_blocks")  # fmt: skip
-        scales = ("k_scale", "v_scale") if self.format == "fp8" else ()
-        self.decoder.decode(
-            **{name: self.named[name] for name in (*names, *scales)},
-            stream=stream,
-            softmax_scale=self.named["inv_sqrt_d"],
-        )
 
     def result(self) -> Any:
         """The output's bits, after everything on the device."""

@@ -79,11 +79,19 @@ ROWS: dict[str, tuple[str, str]] = {
     "host-threads": ("8 host threads on one device", "the same bits as in turn"),
     "fork": ("a fork before and after the first use", "works; a clear error"),
     "determinism": ("every entry point again", "the same bits"),
+    "null-pointers": ("address 0 for each pointer", "ValueError before a launch, or left out"),
+    "read-only-outputs": ("a NumPy array whose writeable flag is off", "ValueError before a launch"),
+    "shared-memory": ("results in each other's memory, or in a part's", "ValueError, unless a whole part"),
+    "faulted-launch": ("a launch that ends in the middle", "the next one is right"),
     "big-memory": ("pools, queries and outputs beyond 2^31 elements and 2^32 bytes", "the same bits"),
     "num-seqs-100000": ("100,000 sequences", "right, or a message before a launch"),
 }  # fmt: skip
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "shared-memory": (
+        "kernels/test_merge_states.py::test_results_that_are_no_whole_part",
+        "kernels/test_kv_cache_refusals.py::test_results_that_share_memory",
+    ),
     "ratio-refused": (
         "test_ops_shapes.py::test_ratios_refused",
         "test_registry.py::test_other_ratios_are_refused",

@@ -17,6 +17,8 @@ from cupaged.errors import CheckedModeError, CupagedError
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
 from cupaged.pointers import DevicePtr
 from tests.fake_backend import FakeBackend
+from tests.features.batches import Call, make_batch
+from tests.features.setups import Setup
 from tests.launcher_cases import LAUNCHERS
 from tests.launcher_cases import arguments as launcher_arguments
 from tests.launcher_cases import call as fake_call
@@ -113,6 +115,22 @@ def test_the_first_bad_array_is_named(rig: Rig, path: str, fmt: CacheFormat) -> 
     q[0, 0, 0], lengths[4] = np.nan, 113
     bad = dataclasses.replace(case, q=q, seq_lens=lengths)
     assert found(rig, bad, path) == ("seq_lens", (4,), 113)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["planned", "chunked"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_sinks(rig: Rig, split: bool, bad: float) -> None:
+    """An infinite one has all weight, which no kernel gives; -inf is none at all."""
+    setup = Setup(split_tokens=48, max_blocks_per_seq=64) if split else Setup()
+    sinks = (1.0, -np.inf, 0.0, -1.0e30, -2.0, 1.0, 2.0, 3.0)
+    batch = make_batch(setup, Call(lengths=(40, 0), sinks=sinks))
+    with checked_mode():
+        batch.check(rig)
+        wrong = rig.upload(np.array([*sinks[:5], bad, bad, 0.0], np.float32))
+        with pytest.raises(
+            CheckedModeError, match=r"^sinks\[5\]: got .*, allowed are finite values and -inf"
+        ):
+            batch.run(rig, sinks=wrong)
 
 
 @pytest.mark.parametrize("path", ["single", "splits2", "decoder"])

@@ -13,7 +13,7 @@ from cupaged.decode import Decoder
 from cupaged.errors import ArgumentValueError
 from cupaged.formats import BF16, FORMATS, FP8, CacheFormat
 from tests import oracle
-from tests.paths import call, path_format_pairs, run, run_uploaded
+from tests.paths import call, decode_case, path_format_pairs, run, run_uploaded
 from tests.poison import Options, PagedCase, Shape, build_case, random_case
 from tests.rig import Rig, bits, upload_case
 
@@ -112,12 +112,7 @@ def test_a_decoder_of_fixed_splits_does_not_depend_on_the_batch(rig: Rig, fmt: C
         decoder = Decoder(
             rig.gpu, case.layout, 4, 64, split_tokens=512, max_blocks_per_seq=case.max_blocks_per_seq
         )
-        up = upload_case(rig, case)
-        output = rig.full_bf16(case.q.shape)
-        scales = {"k_scale": case.k_scale, "v_scale": case.v_scale} if fmt == FP8 else {}
-        decoder.decode(up.q, up.k.array, up.v.array, up.tables, up.lengths, output, num_seqs=case.num_seqs,
-                       max_blocks_per_seq=case.max_blocks_per_seq, stream=rig.stream, **scales)  # fmt: skip
-        outs.append(bits(rig.download_bf16(output)[row]))
+        outs.append(bits(decode_case(upload_case(rig, case), decoder).out[row]))
     for out in outs[1:]:
         np.testing.assert_array_equal(out, outs[0])
 

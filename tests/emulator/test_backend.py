@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 from pathlib import Path
@@ -242,3 +243,34 @@ def test_ranges_of_live_allocations() -> None:
     assert device.ranges() == [(address, 64)]
     del view
     assert device.ranges() == []
+
+
+class CollectingLock:
+    """Runs the garbage collector while it is held, as any allocation of the holder may."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.taken_again = 0
+
+    def __enter__(self) -> None:
+        self.taken_again += self.held
+        self.held = True
+        gc.collect()
+
+    def __exit__(self, *_: object) -> None:
+        self.held = False
+
+
+def test_allocations_that_only_the_garbage_collector_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may run while the ranges are being listed; what is over is not kept for ever."""
+    device = memory.DeviceMemory()
+    cycle: list[object] = [device.allocate(8, np.uint8, 0)]
+    cycle.append(cycle)
+    del cycle
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "_lock", lock := CollectingLock())
+        assert device.ranges() == []
+    assert lock.taken_again == 0
+    for _ in range(3000):
+        device.allocate(8, np.uint8, 0)
+    assert len(device._ranges) <= 1024

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import unittest.mock
-import weakref
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from cupaged import decode_kernels
 from cupaged.ahead import KernelSet
-from cupaged.backends.cupy import cubin_cache, nvrtc
 from cupaged.decode import Decoder
 from cupaged.formats import BF16, FP8, NVFP4, CacheFormat, CacheLayout
+from cupaged.registry.rules import LATENCY_LEVELS
+from cupaged.source import KernelSource
+from tests.paths import kept_decoder
 from tests.rig import Rig
+from tools.compile_kernels import compile_all, nothing_compiled
 
 MAX_SEQS = 16
 PAIRS = tuple((key, value) for key in (BF16, FP8, NVFP4) for value in (BF16, FP8, NVFP4))
@@ -75,26 +75,23 @@ class Setup:
 
     def decoder(self, rig: Rig) -> Decoder:
         """The rig's decoder of this kind, made once."""
-        kept = _decoders.setdefault(rig, {})
-        if self not in kept:
-            kept[self] = self._make(rig)
-        return kept[self]
+        return kept_decoder(rig, self, lambda: self._make(rig))
 
     def _make(self, rig: Rig) -> Decoder:
         layout, features = self._layout_and_features()
         with self.one_level():
             return Decoder(rig.gpu, layout, self.heads[0], self.max_seqs, **features)
 
-    def add_to(self, kernels: KernelSet) -> None:
-        """To what is compiled together; within `one_level`."""
+    def kernels(self) -> KernelSet:
+        """What its decoder is made of; its sources are to be asked for within `one_level`."""
         layout, features = self._layout_and_features()
-        kernels.add_decoder(layout, self.heads[0], max_seqs=self.max_seqs, **features)
+        return KernelSet().add_decoder(layout, self.heads[0], max_seqs=self.max_seqs, **features)
 
     def one_level(self) -> contextlib.AbstractContextManager[Any]:
         """While a decoder is made: it has the kernel of one level only."""
         if self.level is None:
             return contextlib.nullcontext()
-        levels = (self.level,) * 3
+        levels = (self.level,) * LATENCY_LEVELS
         return unittest.mock.patch.object(decode_kernels, "latency_levels", return_value=levels)
 
     def _layout_and_features(self) -> tuple[CacheLayout, dict[str, Any]]:
@@ -103,19 +100,30 @@ class Setup:
         return layout, {"value_layout": value_layout} | {name: getattr(self, name) for name in names}
 
 
-_decoders: weakref.WeakKeyDictionary[Rig, dict[Setup, Decoder]] = weakref.WeakKeyDictionary()
-
-
-def compile_together(rig: Rig, setups: Iterable[Setup] = (), kernels: KernelSet | None = None) -> None:
-    """Into the disk cache of a GPU's host, on all its cores. Nothing on the emulator."""
-    if rig.name != "cupy":
-        return
-    sources = [] if kernels is None else kernels.sources(rig.gpu.arch)
+def sources_of(setups: Iterable[Setup], arch: str) -> list[KernelSource]:
+    """What the setups' decoders are made of on an architecture."""
+    found: list[KernelSource] = []
     for setup in setups:
-        wanted = KernelSet()
-        setup.add_to(wanted)
         with setup.one_level():
-            sources += wanted.sources(rig.gpu.arch)
-    target = nvrtc.Target(rig.gpu.arch)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source: cubin_cache.compiled(source, target), sources))
+            found += setup.kernels().sources(arch)
+    return found
+
+
+@contextlib.contextmanager
+def compiled_together(
+    rig: Rig, setups: Iterable[Setup] = (), kernels: KernelSet | None = None
+) -> Iterator[None]:
+    """Into the disk cache of a GPU's host, on all its cores; inside, nothing else may be compiled.
+
+    Nothing on the emulator.
+    """
+    if rig.name != "cupy":
+        yield
+        return
+    sources = sources_of(setups, rig.gpu.arch)
+    if kernels is not None:
+        sources += kernels.sources(rig.gpu.arch)
+    found = compile_all(sources, rig.gpu.arch)
+    assert not found.failed, found.failed
+    with nothing_compiled():
+        yield

@@ -39,7 +39,7 @@ def test_table_widths_around_the_levels(rig: Rig, fmt: CacheFormat) -> None:
 
 
 @formats
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [2, 3])
 def test_features_at_each_level(rig: Rig, fmt: CacheFormat, level: int) -> None:
     """Query tokens, cap, HND and small blocks, by kernels that other tests of this folder do not use."""
     setup = Setup.of(

@@ -70,6 +70,14 @@ def test_sizes_that_are_no_integers(rig: Rig, name: str, given: object) -> None:
         Decoder(rig.gpu, CacheLayout(BF16, 2, 64, 16), **sizes)
 
 
+@pytest.mark.parametrize("name", ["causal", "checked"])
+@pytest.mark.parametrize("given", ["no", 0, 1, None, np.True_])
+def test_flags_that_are_no_bools(rig: Rig, name: str, given: object) -> None:
+    features: dict[str, Any] = {"query_tokens": 2, name: given}
+    with pytest.raises(ArgumentTypeError, match=f"^{name}: got .*, allowed are True and False"):
+        Decoder(rig.gpu, CacheLayout(BF16, 2, 64, 16), 8, 4, **features)
+
+
 @pytest.mark.parametrize("max_seqs", [0, -1, 2**20 + 1])
 def test_max_seqs(rig: Rig, max_seqs: int) -> None:
     with pytest.raises(ArgumentValueError, match=f"max_seqs: got {max_seqs}, allowed is 1 to 1048576"):
@@ -149,7 +157,12 @@ REFUSED: list[tuple[str, Change, type[Exception], str]] = [
     ("table_stride", given(-1), VALUE, r"table_stride: got -1"),
     ("num_seqs", given(17), VALUE, r"num_seqs: got 17, this decoder takes 0 to 16"),
     # types
-    ("q", cast(np.float32), TYPE, r"q: got dtype float32, this decoder takes bfloat16, uint16"),
+    (
+        "q",
+        cast(np.float32),
+        TYPE,
+        r"q: got dtype float32, this decoder takes bfloat16, uint16 \(BF16 as bits\)",
+    ),
     ("q", cast(np.uint8), TYPE, r"q: got dtype uint8"),
     ("output", cast(np.float32), TYPE, r"output: got dtype float32"),
     ("block_tables", cast(np.int64), TYPE, r"block_tables.*int64"),

@@ -150,11 +150,20 @@ def test_softmax_scale(rig: Rig, fmt: CacheFormat, scale: float) -> None:
     make_batch(Setup.of(fmt), Call(softmax_scale=scale)).check(rig)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.125, math.nan, math.inf, 1e39, 1e-60])
+@pytest.mark.parametrize("scale", [0.0, -0.125, math.nan, math.inf, 1e39, 1e-60, 3e38, 2.36e38])
 def test_other_softmax_scales_are_refused(rig: Rig, scale: float) -> None:
     batch = make_batch(Setup(), Call())
     with pytest.raises(ArgumentValueError, match="softmax_scale"):
         batch.run(rig, softmax_scale=scale)
+
+
+def test_the_largest_softmax_scale(rig: Rig) -> None:
+    """Times log2(e) it just fits float32: with q = 0 the result is the mean. With k_scale it does not fit."""
+    call = Call(lengths=(9,), softmax_scale=2.35e38, scales=Scales(1.0, 1.0))
+    batch = zero_query(Setup.of(FP8), call)
+    batch.check(rig)
+    with pytest.raises(ArgumentValueError, match=r"softmax_scale: got 2.35.*, which times k_scale, 1.01"):
+        batch.batch.run(rig, k_scale=1.01)
 
 
 @formats

@@ -121,11 +121,17 @@ def test_rows_that_are_wrong(rig: Rig, fmt: CacheFormat) -> None:
     dataclasses.replace(batch, tables=tables, seq_lens=lengths).run(rig).assert_near(out, lse)
 
 
-@pytest.mark.parametrize("split_tokens", [0, -16, 8, 17, 24])
+@pytest.mark.parametrize("split_tokens", [0, -16, 8, 17, 24, 2**31 + 16, 2**32, 2**64])
 def test_other_chunks_are_refused(rig: Rig, split_tokens: int) -> None:
-    match = f"split_tokens: got {split_tokens}, allowed are positive multiples of 16"
+    match = f"split_tokens: got {split_tokens}, allowed are positive multiples of 16 up to {2**31}"
     with pytest.raises(ArgumentValueError, match=match):
         Setup(split_tokens=split_tokens, max_blocks_per_seq=4).decoder(rig)
+
+
+def test_the_longest_chunk(rig: Rig) -> None:
+    """Longer than any sequence, which is then one chunk."""
+    setup = Setup(split_tokens=2**31, max_blocks_per_seq=64)
+    make_batch(setup, Call(lengths=(700, 0, 1))).check(rig)
 
 
 def test_what_chunks_need(rig: Rig) -> None:

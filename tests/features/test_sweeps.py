@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from cupaged.ahead import KernelSet
-from cupaged.formats import FORMATS, NVFP4, CacheFormat
-from cupaged.registry.decode import is_joined
+from cupaged.backends.cupy import cubin_cache
+from cupaged.backends.cupy.nvrtc import Target
+from cupaged.formats import FORMATS, CacheFormat
+from cupaged.registry.rules import LATENCY_LEVELS
+from cupaged.source import KernelSource
+from tests.features import setups
 from tests.features.batches import Call, check, make_batch, zero_query
-from tests.features.setups import PAIRS, Setup, compile_together
+from tests.features.setups import PAIRS, Setup, compiled_together
 from tests.features.test_launchers import check_cache, check_launchers, launcher_layout
 from tests.features.test_shapes import BLOCK_SIZES, BORDERS, HEAD_DIMS, KV_HEADS, RATIOS
 from tests.poison import Shape
 from tests.rig import Rig
+from tests.test_nvrtc import needs_nvrtc
+from tools.compile_kernels import Compiled, add_launchers, launcher_scalars
 
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 
@@ -24,16 +34,16 @@ def _sweep(rig: Rig, setups: list[Setup], *calls: Call) -> None:
 
     The latency levels take turns.
     """
-    setups = [dataclasses.replace(setup, level=index % 3) for index, setup in enumerate(setups)]
-    compile_together(rig, setups)
-    for setup in setups:
-        try:
-            for call in calls:
-                check(rig, setup, call)
-            zero_query(setup, Call(lengths=(5, 70)), "dims").check(rig)
-            zero_query(setup, Call(lengths=(5, 70)), "heads").check(rig)
-        except AssertionError as error:
-            raise AssertionError(f"{setup}: {error}") from error
+    setups = [dataclasses.replace(setup, level=index % LATENCY_LEVELS) for index, setup in enumerate(setups)]
+    with compiled_together(rig, setups):
+        for setup in setups:
+            try:
+                for call in calls:
+                    check(rig, setup, call)
+                zero_query(setup, Call(lengths=(5, 70)), "dims").check(rig)
+                zero_query(setup, Call(lengths=(5, 70)), "heads").check(rig)
+            except AssertionError as error:
+                raise AssertionError(f"{setup}: {error}") from error
 
 
 @formats
@@ -51,23 +61,6 @@ def test_head_dims_in_chunks(gpu_rig: Rig, fmt: CacheFormat) -> None:
     _sweep(gpu_rig, setups, Call(lengths=BORDERS), Call(lengths=(2500, 3), window=37, sinks=(0.5,) * 8))
 
 
-def _launcher_kernels(kernels: KernelSet, fmt: CacheFormat, shape: Shape) -> None:
-    layout = launcher_layout(fmt, shape)
-    spec = {
-        "head_dim": shape.head_dim,
-        "gqa_ratio": shape.num_q_heads // shape.num_kv_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "block_size": shape.block_size,
-    }
-    if fmt == NVFP4:
-        sizes = (shape.block_size, shape.num_kv_heads, shape.head_dim, layout.data_section_bytes)
-        spec["joined"] = int(is_joined(*sizes))
-    for split in ("", "splitk_"):
-        kernels.add_kernel(f"paged_decode_attn_{fmt.name}", f"paged_decode_attn_{split}{fmt.name}", **spec)
-    entry = f"paged_decode_attn_reduce_{'nvfp4' if fmt == NVFP4 else 'fp8'}"
-    kernels.add_kernel("paged_decode_attn_reduce", entry, head_dim=shape.head_dim)
-
-
 @formats
 def test_launchers(gpu_rig: Rig, fmt: CacheFormat) -> None:
     shapes = [Shape(4, 2, dim, 16) for dim in HEAD_DIMS]
@@ -75,10 +68,10 @@ def test_launchers(gpu_rig: Rig, fmt: CacheFormat) -> None:
     shapes += [Shape(heads, heads, 64, 16) for heads in KV_HEADS]
     kernels = KernelSet()
     for shape in shapes:
-        _launcher_kernels(kernels, fmt, shape)
-    compile_together(gpu_rig, kernels=kernels)
-    for index, shape in enumerate(shapes):
-        check_launchers(gpu_rig, fmt, shape, window=20 * (index % 2))
+        add_launchers(kernels, fmt, launcher_scalars(launcher_layout(fmt, shape), shape.num_q_heads))
+    with compiled_together(gpu_rig, kernels=kernels):
+        for index, shape in enumerate(shapes):
+            check_launchers(gpu_rig, fmt, shape, window=20 * (index % 2))
 
 
 @formats
@@ -91,9 +84,9 @@ def test_caches(gpu_rig: Rig, fmt: CacheFormat) -> None:
     kernels = KernelSet()
     for setup in setups:
         kernels.add_cache(setup.layouts()[0])
-    compile_together(gpu_rig, kernels=kernels)
-    for setup in setups:
-        check_cache(gpu_rig, setup)
+    with compiled_together(gpu_rig, kernels=kernels):
+        for setup in setups:
+            check_cache(gpu_rig, setup)
 
 
 @formats
@@ -126,9 +119,10 @@ def test_block_sizes(gpu_rig: Rig, fmt: CacheFormat, heads_first: bool) -> None:
         Call(lengths=(1, 15, 16, 17, 255, 256, 257, 1000, 0)),
         Call(lengths=(700,), window=33),
     )
-    for pools in ("interleaved", "layer"):
-        for setup in setups[::5]:
-            check(gpu_rig, dataclasses.replace(setup, pools=pools))
+    strided = [dataclasses.replace(s, pools=pools) for pools in ("interleaved", "layer") for s in setups[::5]]
+    with compiled_together(gpu_rig, strided):
+        for setup in strided:
+            check(gpu_rig, setup)
 
 
 @formats
@@ -163,5 +157,42 @@ def test_pairs_of_formats(gpu_rig: Rig, q_dtype: str, soft_cap: float | None) ->
 def test_long_sequences(gpu_rig: Rig, fmt: CacheFormat) -> None:
     """One that all blocks share, many that few share, beside ones that none does; each launch the same."""
     for lengths in ((65_536,), (8192,) * 8, (4096, 1, 0, 17) * 4, (20_000, *range(1, 15))):
-        batch = make_batch(Setup.of(fmt, heads=(32, 8), head_dim=128), Call(lengths=lengths))
-        batch.run(gpu_rig).assert_same_bits(batch.check(gpu_rig))
+        make_batch(Setup.of(fmt, heads=(32, 8), head_dim=128), Call(lengths=lengths)).check_twice(gpu_rig)
+
+
+class _GpuNamed:
+    """What compiling asks of a rig on a GPU."""
+
+    name = "cupy"
+    gpu = types.SimpleNamespace(arch="sm_90a")
+
+
+class _Compiling(Exception):
+    """Instead of compiling: kernels are known, and nothing has run."""
+
+
+@needs_nvrtc
+def test_the_sweeps_compile_their_kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each before it runs anything, by the one way there is, which the benchmarks take too."""
+    keys: set[str] = set()
+
+    def collect(sources: list[KernelSource], arch: str) -> Compiled:
+        keys.update(cubin_cache.key(source, Target(arch)) for source in sources)
+        raise _Compiling
+
+    monkeypatch.setattr(setups, "compile_all", collect)
+    rig: Any = _GpuNamed()
+    sweeps: list[Callable[[Rig, CacheFormat], None]] = [
+        test_head_dims, test_head_dims_in_chunks, test_launchers, test_caches, test_ratios, test_kv_heads,
+        *(functools.partial(test_block_sizes, heads_first=order) for order in (False, True)),
+        *(functools.partial(test_query_tokens, causal=causal) for causal in (False, True)),
+    ]  # fmt: skip
+    for sweep in sweeps:
+        for fmt in FORMATS:
+            with pytest.raises(_Compiling):
+                sweep(rig, fmt)
+    for q_dtype in ("bfloat16", "float16"):
+        for cap in (None, 8.0):
+            with pytest.raises(_Compiling):
+                test_pairs_of_formats(rig, q_dtype, cap)
+    assert len(keys) > 1000

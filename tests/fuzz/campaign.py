@@ -13,22 +13,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from cupaged.decode import Decoder
+from cupaged.ahead import KernelSet
 from cupaged.errors import ArgumentValueError, CupagedError
-from cupaged.formats import CacheFormat, CacheLayout
-from cupaged.registry import entries
-from tests.fake_backend import FakeBackend
+from cupaged.formats import NVFP4, CacheFormat, CacheLayout
+from cupaged.source import KernelSource
 from tests.fuzz.check import check
 from tests.fuzz.draws import SPECIALISATIONS, Draw, draws
 from tests.paths import DECODER_SEQS
 from tests.poison import Shape
 from tests.rig import Rig
+from tools.compile_kernels import add_launchers, compile_all, launcher_scalars, nothing_compiled
 
 Specialisations = tuple[tuple[CacheFormat, Shape], ...]
 
@@ -119,38 +119,22 @@ class Campaign:
         self._classes.add((draw.format, draw.shape))
 
 
-def _belongs(entry: str, fmt: str) -> bool:
-    """Whether a case of the format launches it."""
-    if entry.endswith(("_bf16", "_fp8", "_nvfp4")):
-        return entry.endswith(f"_{fmt}") or "reduce" in entry
-    return entry.startswith(("paged_decode_attn_tiled", "attention_finalize"))
-
-
-def compile_ahead(rig: Rig, specialisations: Specialisations, workers: int = 16) -> int:
-    """Compile everything the cases need in parallel, into the cache on disk; returns how many kernels."""
-    if rig.name != "cupy":
-        return 0
-    from cupaged.backends.cupy import cubin_cache
-
-    recorder = FakeBackend()
-    recorder.limits = rig.gpu.limits
+def sources(arch: str, specialisations: Specialisations = SPECIALISATIONS) -> list[KernelSource]:
+    """Everything that the cases need on an architecture."""
+    found: list[KernelSource] = []
     for fmt, shape in specialisations:
-        with contextlib.suppress(ArgumentValueError):  # shapes that no decoder takes
-            layout = CacheLayout(fmt, shape.num_kv_heads, shape.head_dim, shape.block_size)
-            Decoder(recorder, layout, shape.num_q_heads, DECODER_SEQS)
-        names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size")
-        scalars = {name: getattr(shape, name) for name in names}
-        scalars["gqa_ratio"] = shape.num_q_heads // shape.num_kv_heads
-        scalars["data_section_bytes"] = shape.block_size * shape.num_kv_heads * shape.head_dim // 2
-        for known in entries():
-            launched = _belongs(known.entry, fmt.name) and set(known.scalar_names) <= scalars.keys()
-            if launched and known.specialise is not None:
-                spec = known.specialise({name: scalars[name] for name in known.scalar_names})
-                recorder.kernel(known.module, known.entry).warm(**spec)
-    sources = {(source.path, source.defines): source for source in recorder.loads}
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda source: cubin_cache.compiled(source, rig.gpu._target), sources.values()))
-    return len(sources)
+        tight = CacheLayout(fmt, shape.num_kv_heads, shape.head_dim, shape.block_size)
+        layouts = [tight]
+        if fmt == NVFP4:  # whose scales, further on, are not one piece with the data
+            layouts.append(replace(tight, data_section_override=tight.data_section_bytes + 16))
+        for layout in layouts:
+            launchers = KernelSet()
+            add_launchers(launchers, fmt, launcher_scalars(layout, shape.num_q_heads))
+            found += launchers.sources(arch)
+            decoder = KernelSet().add_decoder(layout, shape.num_q_heads, max_seqs=DECODER_SEQS)
+            with contextlib.suppress(ArgumentValueError):  # shapes that no decoder takes
+                found += decoder.sources(arch)
+    return found
 
 
 def main() -> int:
@@ -166,12 +150,15 @@ def main() -> int:
     else:
         from cupaged.backends.emulator import EmulatorBackend as Backend
     rig = Rig(Backend())
-    begin = time.monotonic()
-    kernels = compile_ahead(rig, SPECIALISATIONS)
-    compiling = round(time.monotonic() - begin, 1)
-    print(f"{kernels} kernels compiled in {compiling} s", flush=True)
-    found = Campaign(rig, cases=options.cases, seed=options.seed).run()
-    found |= {"kernels": kernels, "compile_seconds": compiling}
+    compiled, compiling = None, contextlib.nullcontext()
+    if options.backend == "cupy":
+        compiled = compile_all(sources(rig.gpu.arch), rig.gpu.arch)
+        print(compiled, *compiled.failed, sep="\n", flush=True)
+        compiling = contextlib.nullcontext() if compiled.failed else nothing_compiled()
+    with compiling:
+        found = Campaign(rig, cases=options.cases, seed=options.seed).run()
+    if compiled is not None:
+        found |= {"kernels": compiled.kernels, "compile_seconds": compiled.seconds}
     print(json.dumps({name: value for name, value in found.items() if name != "message"}, indent=1))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

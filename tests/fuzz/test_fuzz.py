@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from typing import Any
 
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.fuzz.campaign import Campaign
+from cupaged.errors import ArgumentValueError
+from cupaged.formats import BF16, NVFP4
+from cupaged.registry import limits_of_capability
+from tests.fake_backend import FakeBackend, aligned
+from tests.fuzz.campaign import Campaign, sources
 from tests.fuzz.check import check
 from tests.fuzz.draws import EMULATED, SPECIALISATIONS, Draw, draws
-from tests.rig import Rig
+from tests.paths import run_uploaded
+from tests.poison import Options, random_case
+from tests.rig import Rig, upload_case
 
 CASES = int(os.environ.get("CUPAGED_FUZZ_CASES", "60"))
 
@@ -30,6 +39,45 @@ def test_random_cases(rig: Rig, draw: Draw) -> None:
 def test_few_specialisations() -> None:
     assert len(SPECIALISATIONS) <= 40
     assert set(EMULATED) <= set(SPECIALISATIONS)
+
+
+class Loading(FakeBackend):
+    """A GPU of sm_90a on which nothing runs: it knows what was to be compiled."""
+
+    limits = limits_of_capability(90, 132)
+
+    def asarray(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        copy = aligned(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def to_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return array
+
+    def null_stream(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("padding", [0, 16])
+def test_the_campaign_compiles_every_kernel_before(padding: int) -> None:
+    """Blocks and scales with room between them are other kernels."""
+    gpu = Loading()
+    rig = Rig(gpu)
+    for fmt, shape in SPECIALISATIONS:
+        options = Options(
+            block_padding=padding if fmt != BF16 else 0, section_padding=padding if fmt == NVFP4 else 0
+        )
+        up = upload_case(rig, random_case(fmt, (1, 17, 0, 40), shape, options=options))
+        for path in ("single", "splits3", "decoder", "tiled3"):
+            with contextlib.suppress(ArgumentValueError):  # no decoder takes the shape
+                run_uploaded(up, path)
+        kernel = rig.kernel(f"reshape_and_cache_{fmt.name}")
+        kernel.warm(head_dim=shape.head_dim, block_size=shape.block_size)
+    compiled = {(source.path, source.defines) for source in sources("sm_90a")}
+    loaded = {(source.path, source.defines) for source in gpu.loads}
+    assert loaded <= compiled
+    modules = {path.stem for path, _ in loaded}
+    assert len(modules) == 3 + 3 + 1 + 3 + 1, "writers, decode, reduction, tiles, Decoder"
 
 
 def test_the_campaign_counts_what_it_ran(rig: Rig) -> None:

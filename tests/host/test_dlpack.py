@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -12,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupaged import dlpack
+from cupaged import DevicePtr, dlpack
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.interop import device_array
+from cupaged.interop import backend_array, device_array, is_lent, named_array
 from tests.fake_backend import FakeBackend
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -169,3 +170,21 @@ def test_the_backends_own_objects_come_back_as_they_are() -> None:
     gpu = FakeBackend()
     for value in (4096, np.uint64(4096), np.zeros(3)):
         assert device_array(gpu, value, 0) is value
+
+
+def test_what_an_instance_lends() -> None:
+    """Some libraries put the interface on each array instead of on its type; an address lends nothing."""
+    assert is_lent(SimpleNamespace(__cuda_array_interface__={"data": (4096, False)}))
+    assert not any(is_lent(value) for value in (4096, DevicePtr(4096), None, SimpleNamespace()))
+
+
+def test_arrays_of_numpy_that_must_not_be_written() -> None:
+    """NumPy's own arrays too, under the argument's name."""
+    array = np.zeros(4)
+    gpu = FakeBackend()
+    assert named_array(gpu, "out", array, 0, writable=True) is array
+    array.flags.writeable = False
+    for take in (named_array, backend_array):
+        assert take(gpu, "q", array, 0) is array
+        with pytest.raises(ArgumentValueError, match=r"^out: got a ndarray that must not be written"):
+            take(gpu, "out", array, 0, writable=True)

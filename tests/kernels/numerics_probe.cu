@@ -1,5 +1,6 @@
 // Exposes the number conversions of the kernels, one value a thread.
 #include "numeric/bf16.cuh"
+#include "numeric/division.cuh"
 #include "numeric/e2m1.cuh"
 #include "numeric/e4m3.cuh"
 
@@ -20,12 +21,37 @@ extern "C" __global__ void decode_e4m3(float* single, float* pair_low, float* pa
   pair_high[code] = half_to_float(pair >> 16);
 }
 
-extern "C" __global__ void encode(const float* values, u8* e4m3, u8* e2m1, u16* bf16, u32 count) {
+// Four values a thread to E4M3 at once, and each to BF16.
+extern "C" __global__ void encode(const float4* values, u32* e4m3, u16* bf16, u32 count) {
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
-  e4m3[i] = static_cast<u8>(float_to_e4m3(values[i]));
-  e2m1[i] = static_cast<u8>(float_to_e2m1(values[i]));
-  bf16[i] = float_to_bf16(values[i]);
+  const float4 v = values[i];
+  e4m3[i] = floats_to_e4m3x4(v.x, v.y, v.z, v.w);
+  bf16[4 * i] = float_to_bf16(v.x), bf16[4 * i + 1] = float_to_bf16(v.y);
+  bf16[4 * i + 2] = float_to_bf16(v.z), bf16[4 * i + 3] = float_to_bf16(v.w);
+}
+
+// codes[c * words + i]: the eight values of word i, divided by the scale of code c, for a grid of [i,
+// c].
+extern "C" __global__ void encode_e2m1(const uint4* values, const u32* scale_codes, u32* codes,
+                                       u32 words) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= words) return;
+  const uint4 v = values[i];
+  const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+  const float scale = e4m3_to_float(scale_codes[blockIdx.y]);
+  codes[blockIdx.y * words + i] =
+      bf16x8_to_e2m1(pairs, ptx::reciprocal_approx(scale * E2M1_DECODE_SHIFT));
+}
+
+// Both halves of a and b against each other.
+extern "C" __global__ void compare_magnitudes(const u32* a, const u32* b, u32* larger, u32* smaller,
+                                              u32* smaller_f16, u32 count) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  larger[i] = max_magnitude_bf16x2(a[i], b[i]);
+  smaller[i] = min_magnitude_bf16x2(a[i], b[i]);
+  smaller_f16[i] = min_magnitude_f16x2(a[i], b[i]);
 }
 
 // decoded[8i .. 8i + 8): the codes of word i times the scale, times 2^14.
@@ -38,4 +64,18 @@ extern "C" __global__ void decode_e2m1(const u32* words, const u32* scales, floa
     decoded[8 * i + k] = half_to_float(pairs[k] & 0xffffu) * E2M1_DECODE_SHIFT;
     decoded[8 * i + k + 4] = half_to_float(pairs[k] >> 16) * E2M1_DECODE_SHIFT;
   }
+}
+
+// For a divisor in [1, 2) with the mantissa bits first + step * thread: how many quotients of the 128
+// BF16 numbers in [1, 2) are not correctly rounded. Exponents change nothing but over- and underflow.
+extern "C" __global__ void count_wrong_quotients(u32* wrong, u32 first, u32 step, u32 count) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const Divisor divisor = Divisor::of(__uint_as_float(0x3f800000u | (first + step * i)));
+  u32 found = 0;
+  for (u32 value = 0x3f80u; value < 0x4000u; value++) {
+    const float dividend = bf16_to_float(value);
+    found += divisor.quotient(dividend) != __fdiv_rn(dividend, divisor.divisor);
+  }
+  wrong[i] = found;
 }

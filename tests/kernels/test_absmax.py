@@ -23,7 +23,7 @@ def _absmax(rig: Rig, data: npt.NDArray[np.float32], *, offset: int = 0, start: 
     return float(rig.download(out)[0])
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 511, 512, 513, 4096, 100_003])
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 511, 512, 513, 4095, 4096, 4097, 32_769, 100_003])
 @pytest.mark.parametrize("offset", [0, 1, 7])
 def test_every_element_counts(rig: Rig, count: int, offset: int) -> None:
     rng = np.random.default_rng(count)
@@ -32,6 +32,27 @@ def test_every_element_counts(rig: Rig, count: int, offset: int) -> None:
         peaked = data.copy()
         peaked[at] = -77.0
         assert _absmax(rig, peaked, offset=offset) == 77.0
+
+
+@pytest.mark.parametrize("row_elems", [1, 7, 8, 31, 256, 4095, 4096, 4103, 12_301])
+@pytest.mark.parametrize("gap", [0, 1, 8])
+def test_every_row_counts_and_no_gap(rig: Rig, row_elems: int, gap: int) -> None:
+    """Rows at any alignment; the largest is at either end of a row, or where a warp's piece ends."""
+    rows, stride, offset = 5, row_elems + gap, 3
+    rng = np.random.default_rng(row_elems)
+    wide = np.full(offset + rows * stride + 16, np.nan, np.float32)
+    for row in range(rows):
+        begin = offset + row * stride
+        wide[begin : begin + row_elems] = rng.standard_normal(row_elems)
+    places = {0, row_elems - 1, min(4095, row_elems - 1), min(4096, row_elems - 1), row_elems // 2}
+    for row, at in ((row, at) for row in (0, 3, rows - 1) for at in places):
+        peaked = wide.copy()
+        peaked[offset + row * stride + at] = -55.0
+        device, out = rig.upload(peaked.astype(ml_dtypes.bfloat16)), rig.gpu.zeros(1, np.float32)
+        address = rig.gpu.pointer(device) + 2 * offset
+        kernel = rig.kernel("bf16_absmax", "bf16_absmax_rows")
+        ops.bf16_absmax_rows(rig.gpu, kernel, address, out, rows, row_elems, stride, rig.stream)
+        assert rig.download(out)[0] == 55.0
 
 
 def test_special_values(rig: Rig) -> None:

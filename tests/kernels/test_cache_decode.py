@@ -122,7 +122,7 @@ def test_no_sequences(rig: Rig, case: Shared, decoder: Decoder) -> None:
 
 def test_what_is_refused(rig: Rig, case: Shared, decoder: Decoder) -> None:
     gpu, good = rig.gpu, arrays(case)
-    other = KVCache(gpu, CacheLayout(FP8, 2, 64, 16), 2)
+    other = KVCache(gpu, CacheLayout(FP8, 2, 64, 16), 2, k_scale=1.0, v_scale=1.0)
     elsewhere = KVCache(FakeBackend(), case.cache.layout, 2)  # type: ignore[arg-type]
     for changed, match in (
         ({"cache": other}, "^cache: its layout has .* where the decoder's is"),
@@ -142,12 +142,22 @@ def test_what_is_refused(rig: Rig, case: Shared, decoder: Decoder) -> None:
     ):  # fmt: skip
         with pytest.raises((ArgumentValueError, ArgumentTypeError), match=match):
             decoder.decode(**good | changed)
-    with pytest.raises(TypeError, match="num_seqs"):
-        decoder.decode(**good | {"num_seqs": 4})
+    q, tables, lengths = good["q"], good["block_tables"], good["seq_lens"]
+    for call, match in (
+        (lambda: decoder.decode(**good | {"num_seqs": 4}),
+         "^num_seqs: .*unexpected.*decode\\(q, cache, ...\\) takes q"),
+        (lambda: decoder.decode(q, case.cache, tables, lengths), "^stream: missing"),
+        (lambda: decoder.decode(q, case.cache, tables, stream=rig.stream), "^seq_lens: missing"),
+        (lambda: decoder.decode(q, 1 << 20, 1 << 20, tables, lengths, q, num_seqs=4, max_blocks_per_seq=3),
+         "^stream: missing.*decode\\(q, k_cache, v_cache, ...\\) takes q"),
+        (lambda: decoder.decode(q, case.cache, tables, lengths, None, 0, stream=0), "too many positional"),
+        (lambda: decoder.decode(iter([q]), case.cache, tables, lengths, stream=0), "^q: got list_iterator"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentTypeError, match=match) as caught:
+            call()
+        assert "_decode" not in str(caught.value)
     with pytest.raises(ArgumentTypeError, match="cache: got int, allowed is a KVCache"):
         Decoder.for_cache(4096, HEADS, 4)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentValueError, match="k_scale: got None"):
-        Decoder.for_cache(other, HEADS, 4).decode(**good | {"cache": other})
 
 
 def lenders(rig: Rig) -> list[Any]:

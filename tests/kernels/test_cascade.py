@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupaged import KVCache
+from cupaged import KVCache, checked_mode
 from cupaged.cascade import CascadeDecoder
 from cupaged.decode import Decoder
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, CheckedModeError
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
 from tests.oracle import F64, assert_matches, attention_float64
 from tests.rig import Rig
@@ -196,7 +196,7 @@ def test_a_sink_counts_once(rig: Rig) -> None:
 
 
 def test_lengths_on_the_device_and_strided_queries(rig: Rig) -> None:
-    """Ten sequences are two groups; q is a slice of packed rows, the tables of wider ones."""
+    """Ten sequences are three groups; q is a slice of packed rows, the tables of wider ones."""
     case = shared(rig, BF16, 30, [4, 9, 0, 17, 5, 6, 7, 8, 9, 10])
     q = case.queries()
     packed = np.full((10, HEADS + 4, DIM), np.nan, ml_dtypes.bfloat16)
@@ -206,7 +206,7 @@ def test_lengths_on_the_device_and_strided_queries(rig: Rig) -> None:
     decoder = cascade(case)
     out = decoder.decode(
         rig.upload(packed)[:, :HEADS], case.cache, rig.upload(case.prefix_table),
-        rig.upload(np.array([30, 30], np.int32)), rig.upload(wide)[:, : case.tables.shape[1]],
+        rig.upload(np.full(3, 30, np.int32)), rig.upload(wide)[:, : case.tables.shape[1]],
         rig.upload(case.suffixes), stream=rig.stream,
     )  # fmt: skip
     assert_matches(rig.download_bf16(out), case.expected(q)[0])
@@ -228,7 +228,7 @@ def test_what_is_refused(rig: Rig) -> None:
         "block_tables": tables, "seq_lens": suffixes, "stream": rig.stream,
     }  # fmt: skip
     decoder.decode(**good)
-    other = KVCache(gpu, CacheLayout(FP8, KV_HEADS, DIM, BLOCK), 2)
+    other = KVCache(gpu, CacheLayout(FP8, KV_HEADS, DIM, BLOCK), 2, k_scale=1.0, v_scale=1.0)
     for changed, match in (
         ({"cache": other}, "^cache: its layout has .* where the decoder's is"),
         ({"prefix_len": -1}, "^prefix_len: got -1"),
@@ -237,10 +237,18 @@ def test_what_is_refused(rig: Rig) -> None:
         ({"prefix_table": 4096}, "^prefix_table: got int"),
         ({"prefix_table": tables}, r"^prefix_table: got shape \(3, 2\)"),
         ({"prefix_table": gpu.zeros(3, np.int64)}, "^prefix_table: got dtype int64"),
+        ({"prefix_table": gpu.zeros(6, np.int32)[::2]}, "^prefix_table: got strides"),
+        ({"prefix_len": 49}, "^prefix_len: got 49, but the 3 blocks of prefix_table, of 16 .* room for 48"),
+        ({"prefix_len": gpu.zeros(1, np.int64)}, "^prefix_len: got dtype int64"),
+        ({"prefix_len": True}, "^prefix_len: got True"),
         ({"q": gpu.zeros((4, HEADS, DIM), np.uint16)}, r"^q: got shape \(4, 8, 64\)"),
         ({"q": gpu.zeros((3, HEADS, DIM), np.float32)}, "^q: got dtype float32"),
         ({"out": gpu.zeros((3, HEADS, DIM + 1), np.uint16)[..., :DIM]}, "^out: got strides"),
         ({"out": gpu.zeros((2, HEADS, DIM), np.uint16)}, "^out: got shape"),
+        ({"out": gpu.zeros((3, HEADS, DIM), np.float16)}, r"^out: got dtype float16, .*\(BF16 as bits\)"),
+        ({"lse": gpu.zeros((HEADS, 3), np.float32)}, r"^lse: got shape \(8, 3\), allowed is \(3, 8\)"),
+        ({"lse": gpu.zeros((3, HEADS), np.float64)}, "^lse: got dtype float64"),
+        ({"lse": gpu.zeros((3, HEADS, 2), np.float32)[..., 0]}, "^lse: got strides"),
         ({"lse": gpu.zeros((3, HEADS + 1), np.float32)}, "^lse: got shape"),
         ({"seq_lens": gpu.zeros(4, np.int32), "block_tables": gpu.zeros((4, 2), np.int32),
           "q": gpu.zeros((4, HEADS, DIM), np.uint16)}, "^num_seqs: got 4, this decoder takes 0 to 3"),
@@ -253,9 +261,36 @@ def test_what_is_refused(rig: Rig) -> None:
         CascadeDecoder.for_cache(case.cache.layout, HEADS, 3)  # type: ignore[arg-type]
 
 
+def test_the_last_token_that_a_table_has_room_for(rig: Rig) -> None:
+    case = shared(rig, BF16, 48, [5, 0])
+    q = case.queries()
+    out, _ = run(case, q, cascade(case))
+    assert_matches(out, case.expected(q)[0])
+
+
+def test_checked_mode_names_the_prefix(rig: Rig) -> None:
+    """Not what the decoder inside calls it."""
+    case = shared(rig, BF16, 40, [5, 0, 30])
+    decoder, q = cascade(case), rig.upload(case.queries())
+    _, tables, suffixes = case.on_device()
+    lengths = rig.upload(np.array([49], np.int32))
+    bad = case.prefix_table.copy()
+    bad[1] = BLOCKS
+    for prefix, name, index in (
+        ((rig.upload(bad), 40), "prefix_table", (0, 1)),
+        ((rig.upload(case.prefix_table), lengths), "prefix_len", (0,)),
+    ):
+        with (
+            checked_mode(),
+            pytest.raises(CheckedModeError, match=rf"^{name}\[{', '.join(map(str, index))}\]: got") as caught,
+        ):
+            decoder.decode(q, case.cache, *prefix, tables, suffixes, stream=rig.stream)
+        assert (caught.value.array, caught.value.index) == (name, index)
+
+
 @pytest.mark.gpu
 def test_capture(rig: Rig) -> None:
-    """A group of 8 and a rest of 3; a replay reads new queries and a shorter prefix."""
+    """Whole groups and a rest; a replay reads new queries and a shorter prefix."""
     if rig.name != "cupy":
         pytest.skip("needs a GPU")
     import cupy
@@ -268,7 +303,7 @@ def test_capture(rig: Rig) -> None:
     decoder, stream = cascade(case), cupy.cuda.Stream(non_blocking=True)
     first, then = case.queries(), -case.queries()
     q, out = rig.upload(first), rig.full_bf16(first.shape)
-    prefix_lens = rig.upload(np.full(2, 100, np.int32))
+    prefix_lens = rig.upload(np.full(-(-11 // decoder.group_rows), 100, np.int32))
     prefix_table, tables, suffixes = case.on_device()
     arrays = (prefix_table, prefix_lens, tables, suffixes, out)
     rig.gpu.synchronize()

@@ -5,7 +5,7 @@ Results are checked as elsewhere: the cases are those of the other modules, smal
 
 from __future__ import annotations
 
-import functools
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -13,11 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 
-from cupaged.backends.base import LoadedKernel
 from cupaged.backends.emulator import EmulatorBackend
 from cupaged.checked import checked_mode
 from cupaged.decode import Decoder
@@ -31,8 +28,9 @@ from cupaged.errors import (
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat
 from cupaged.registry import DeviceLimits, entries, limits_of_capability
 from cupaged.source import kernels_dir
-from tests.decoder_variants import Variant
 from tests.edges import test_checked_mode as input_cases
+from tests.features.batches import Call, make_batch
+from tests.features.classes import CHUNKED_CLASSES, CLASSES, MANY_CLASS
 from tests.kernels import (
     test_absmax,
     test_cache_write,
@@ -44,6 +42,7 @@ from tests.kernels import (
     test_tiled_formats,
 )
 from tests.kernels import test_decoder as decoder_cases
+from tests.launched import Launches, record_launches
 from tests.oracle import assert_matches
 from tests.poison import PagedCase, Shape, random_case
 from tests.rig import Rig, run_decode, upload_case
@@ -53,19 +52,7 @@ SCHEDULES = ("fifo", "reverse", "random")
 LENGTHS = (1, 300, 17, 0, 64, 130)
 
 
-class Checked(EmulatorBackend):
-    """The emulator in check mode, which knows what it has launched."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(check="full", **options)
-        self.launched: set[str] = set()
-
-    def launch_packed(self, kernel: LoadedKernel, *given: Any, **named: Any) -> None:
-        self.launched.add(kernel.source.entry)  # type: ignore[attr-defined]
-        super().launch_packed(kernel, *given, **named)
-
-
-class WithoutBulkCopies(Checked):
+class WithoutBulkCopies(EmulatorBackend):
     """As of an sm_86 GPU: the lanes of a warp fill the ring, and it is smaller."""
 
     @property
@@ -75,9 +62,10 @@ class WithoutBulkCopies(Checked):
 
 
 def make_rig(
-    schedule: str = "fifo", seed: int = 0, num_sms: int = 4, backend: type[Checked] = Checked
+    schedule: str = "fifo", seed: int = 0, num_sms: int = 4, backend: type[EmulatorBackend] = EmulatorBackend
 ) -> Rig:
-    return Rig(backend(schedule=schedule, seed=seed, num_sms=num_sms))
+    """The emulator in check mode, which knows what it has launched."""
+    return Rig(record_launches(backend(check="full", schedule=schedule, seed=seed, num_sms=num_sms)))
 
 
 @pytest.fixture(params=SCHEDULES)
@@ -86,28 +74,11 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return make_rig(request.param, seed=11)
 
 
-CHECKED: set[str] = set()  # every kernel that some test below says it launches
-
-
-def launches(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Of a test: the kernels that it must have launched on its rig; ``{fmt}`` stands for its format."""
-    for fmt in FORMATS:
-        CHECKED.update(name.format(fmt=fmt.name) for name in names)
-
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(rig: Rig, **given: Any) -> None:
-            test(rig, **given)
-            wanted = {name.format(fmt=given["fmt"].name if "fmt" in given else "") for name in names}
-            assert wanted <= rig.gpu.launched
-
-        return run
-
-    return decorate
+launches = Launches()
 
 
 def test_every_kernel_of_the_package_is_checked() -> None:
-    assert {entry.entry for entry in entries()} <= CHECKED
+    assert {entry.entry for entry in entries()} <= launches.named
 
 
 @formats
@@ -174,9 +145,9 @@ def test_absolute_maxima(rig: Rig) -> None:
 
 
 @launches("merge_states_bf16", "merge_states_f32", "merge_states_f32_to_bf16")
+@launches("merge_states_f16", "merge_states_f32_to_f16")
 def test_merging_results(rig: Rig) -> None:
-    bf16, f32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
-    for source, target in ((bf16, bf16), (f32, f32), (f32, bf16)):
+    for source, target in test_merge_states.PAIRS:
         test_merge_states.test_against_float64(rig, 33, 64, source, target)
     test_merge_states.test_in_place_and_twice(rig)
 
@@ -190,12 +161,13 @@ def test_upkeep(rig: Rig, fmt: CacheFormat) -> None:
 
 @launches(
     *("input_blocks", "input_finite", "input_range", "input_scale_bytes"),
-    *("input_scales", "input_slots", "input_value"),
+    *("input_scales", "input_sinks", "input_slots", "input_value"),
 )
 def test_input_checks(rig: Rig) -> None:
     input_cases.test_good_inputs_pass_and_give_the_same(rig, "single", NVFP4, 20)
     input_cases.test_scales_of_live_nvfp4_tokens(rig, "single", "v_cache")
     input_cases.test_slots(rig, BF16, 48)
+    input_cases.test_sinks(rig, False, math.nan)
     with checked_mode():
         test_kv_cache.test_scales_by_head_on_the_device(rig)
 
@@ -231,37 +203,21 @@ def test_decoder_of_many_blocks(num_sms: int, schedule: str) -> None:
     decode(rig, random_case(FP8, [1000, 3], Shape(8, 2, 16, 16)), launches=2)
 
 
-VARIANTS = {
-    "mixed": Variant(FP8, NVFP4, heads_first=True),
-    "query-tokens": Variant(query_tokens=3, soft_cap=2.0, sinks=True, window=40),
-    # Two slices of the heads, whose blocks share the one sequence.
-    "slices": Variant(FP8, FP8, lengths=(700,), heads=(32, 32), head_dim=16),
-    # Two slices of the query rows of one KV head.
-    "row-slices": Variant(heads=(20, 1), head_dim=16, query_tokens=7, lengths=(200, 0, 3)),
-    # Scales in pieces of 2 bytes, and a slice of an NVFP4 block, which is not one piece.
-    "by-lanes": Variant(NVFP4, NVFP4, heads=(4, 2), head_dim=16, block_size=1),
-    "joined-slices": Variant(NVFP4, NVFP4, heads=(32, 32), head_dim=16),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", CLASSES)
 @launches("paged_decode_attn_planned")
 def test_decoder_variants(rig: Rig, name: str) -> None:
-    VARIANTS[name].run(rig, launches=2)
+    make_batch(*CLASSES[name]).check_twice(rig)
 
 
 @launches("paged_decode_attn_plan", "paged_decode_attn_planned")
 def test_decoder_of_many_sequences(rig: Rig) -> None:
-    """More than a block's shared memory has room for, and most of them one token long."""
-    lengths = tuple(150 if seq % 97 == 5 else seq % 3 for seq in range(600))
-    Variant(lengths=lengths, heads=(2, 1), head_dim=16, max_seqs=600).run(rig, launches=2)
+    make_batch(*MANY_CLASS).check_twice(rig)
 
 
 @formats
 @launches("paged_decode_attn_chunked", "paged_decode_attn_merge_chunks")
 def test_decoder_of_fixed_chunks(rig: Rig, fmt: CacheFormat) -> None:
-    options = {"split_tokens": 32, "max_blocks_per_seq": 19}
-    Variant(fmt, fmt, lengths=LENGTHS, sinks=True, options=options).run(rig, launches=2)
+    make_batch(*CHUNKED_CLASSES[fmt]).check_twice(rig)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -289,7 +245,7 @@ def _shared(schedule: str) -> None:
     decode(make_rig(schedule), random_case(BF16, [1500], Shape(8, 2, 64, 16)), launches=1)
 
 
-def _alone(schedule: str, backend: type[Checked] = Checked) -> None:
+def _alone(schedule: str, backend: type[EmulatorBackend] = EmulatorBackend) -> None:
     """One block, which uses its stages again and again."""
     rig = make_rig(schedule, num_sms=1, backend=backend)
     run_decode(upload_case(rig, random_case(BF16, [1500], Shape(8, 2, 64, 16))), 0)
@@ -307,15 +263,13 @@ def _bytes(schedule: str) -> None:
 
 
 # How a faulty copy is run, by schedule.
-RUNS: dict[str, Callable[[str], None]] = {
+RUNS: dict[str, Callable[[str], object]] = {
     "one block": _alone,
     "four blocks": _shared,
     "by lanes": lambda schedule: _alone(schedule, WithoutBulkCopies),
     "splits": _splits,
     "bytes": _bytes,
-    "many": lambda schedule: Variant(lengths=(3,) * 600, heads=(2, 1), head_dim=16, max_seqs=600).run(
-        make_rig(schedule)
-    ),
+    "many": lambda schedule: make_batch(MANY_CLASS[0], Call((3,) * 600)).check(make_rig(schedule)),
 }
 ASYNC = (AsyncCopyFault, DataRaceFault)
 UNREADY = (DataRaceFault, UninitialisedSharedFault)

@@ -15,6 +15,7 @@ from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
 from tests import closed_form
 from tests.oracle import assert_matches
+from tests.paths import decode_case
 from tests.poison import Options, PagedCase, Poison, Shape, build_case, random_case
 from tests.rig import Rig, bits, upload_case
 
@@ -28,27 +29,10 @@ def _decode(
     """Output and LSE."""
     decoder = decoder or Decoder(rig.gpu, case.layout, case.num_q_heads, max(1, case.num_seqs))
     up = upload_case(rig, case)
-    output = rig.full_bf16(case.q.shape)
-    lse = rig.gpu.asarray(np.full(case.q.shape[:2], np.nan, np.float32))
-    decoder.decode(
-        up.q,
-        up.k.array,
-        up.v.array,
-        up.tables,
-        up.lengths,
-        output,
-        num_seqs=case.num_seqs,
-        max_blocks_per_seq=case.max_blocks_per_seq,
-        stream=rig.stream,
-        lse=lse,
-        softmax_scale=case.inv_sqrt_d,
-        sliding_window=case.window,
-        q_stride=case.q_stride,
-        **({"k_scale": case.k_scale, "v_scale": case.v_scale} if case.layout.format == FP8 else {}),
-        num_blocks=case.num_blocks,
-    )
+    found = decode_case(up, decoder)
     up.assert_pools_untouched()
-    return rig.download_bf16(output), rig.download(lse)
+    assert found.lse is not None
+    return found.out, found.lse
 
 
 def _check(rig: Rig, case: PagedCase) -> None:

@@ -226,7 +226,7 @@ def test_heads_first(rig: Rig, fmt: CacheFormat, per_head: bool) -> None:
     if fmt != NVFP4:
         assert tuple(cache.k_pool.shape) == (5, HEADS, BLOCK, HEAD_DIM)
         with pytest.raises(ArgumentValueError, match="k_pool: got shape"):
-            KVCache.wrap(rig.gpu, layout_of(fmt), cache.k_pool, cache.v_pool)
+            KVCache.wrap(rig.gpu, layout_of(fmt), cache.k_pool, cache.v_pool, **scales)
 
 
 def exact_of(cache: KVCache, rig: Rig) -> Any:
@@ -238,7 +238,8 @@ def test_scales_by_head_on_the_device(rig: Rig) -> None:
     """A device array is taken as it is; on the emulator NumPy arrays are checked and copied all the same."""
     layout = layout_of(FP8)
     k, v = (rig.gpu.asarray(np.array(values, np.float32)) for values in HEAD_SCALES)
-    cache, host = KVCache(rig.gpu, layout, 3), KVCache(rig.gpu, layout, 3, **scales_of(FP8, per_head=True))
+    cache = KVCache(rig.gpu, layout, 3, **scales_of(FP8))
+    host = KVCache(rig.gpu, layout, 3, **scales_of(FP8, per_head=True))
     cache.set_scales(k, v)
     for one in (cache, host):
         write(rig, one, random_tokens(9), np.arange(9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from cupaged import DevicePtr, KVCache
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import BF16, FP8, NVFP4, CacheFormat
+from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
 from tests.kernels.kv_rig import (
     BLOCK,
     HEAD_DIM,
@@ -19,7 +20,6 @@ from tests.kernels.kv_rig import (
     pool_bytes,
     random_tokens,
     scales_of,
-    write,
 )
 from tests.rig import Rig
 
@@ -83,18 +83,111 @@ def test_scales_that_are_refused(rig: Rig) -> None:
         ([1.0, 2.0, 1e-60], r"k_scale\[2\] is"),
         ([1.0, 2.0, np.inf], r"k_scale\[2\] is"),
         ("1", "k_scale is '1'"),
-        (None, "k_scale is None"),
+        (None, "k_scale: got None, an fp8 cache needs it"),
     ):
         with pytest.raises((ArgumentValueError, ArgumentTypeError), match=message):
             KVCache(rig.gpu, layout, 2, k_scale=bad, v_scale=1.0)
-    cache = KVCache(rig.gpu, layout, 2)
-    assert cache.k_scale is cache.v_scale is None
+    pool = rig.gpu.zeros(layout.pool_shape(2), np.uint8)
+    cache = KVCache(rig.gpu, layout, 2, k_scale=0.5, v_scale=0.25)
     for call in (
-        lambda: write(rig, cache, random_tokens(1), [0]),
-        lambda: cache.gather([0], 1, stream=rig.stream),
+        lambda: KVCache(rig.gpu, layout, 2),
+        lambda: KVCache(rig.gpu, layout_of(NVFP4), 2, value_layout=layout),
+        lambda: KVCache.wrap(rig.gpu, layout, pool, pool, k_scale=1.0),
+        lambda: cache.set_scales(0.125, None),
     ):
-        with pytest.raises(ArgumentValueError, match="k_scale: got None, an fp8 cache needs it"):
+        with pytest.raises(ArgumentValueError, match=r"[kv]_scale: got None, an fp8 cache needs it"):
             call()
+    assert (cache.k_scale, cache.v_scale) == (0.5, 0.25)
+
+
+def test_layouts_that_no_kernel_takes(rig: Rig) -> None:
+    """Refused where the cache is made, with what is allowed."""
+    for fmt in FORMATS:
+        plain = layout_of(fmt)
+        scales = scales_of(fmt)
+        for layout, message in (
+            (dataclasses.replace(plain, head_dim=272), "its head_dim: got 272, allowed are 16, 32, .*, 256"),
+            (dataclasses.replace(plain, block_size=257), "its block_size: got 257, allowed is 1 to 256"),
+            (
+                dataclasses.replace(plain, block_stride_override=plain.block_bytes + 8),
+                rf"its block_stride_bytes is {plain.block_bytes + 8}, which must be a multiple of 16: "
+                rf"CacheLayout\(..., block_stride_override={plain.block_bytes + 16}\)",
+            ),
+        ):
+            with pytest.raises(ArgumentValueError, match=f"^layout: {message}"):
+                KVCache(rig.gpu, layout, 2, **scales)
+            with pytest.raises(ArgumentValueError, match=f"^layout: {message}"):
+                KVCache.wrap(rig.gpu, layout, 1 << 20, 1 << 20, num_blocks=2, **scales)
+            with pytest.raises(ArgumentValueError, match=f"^(layout|value_layout): {message}"):
+                KVCache(rig.gpu, plain, 2, value_layout=layout, **scales)
+    odd = CacheLayout(NVFP4, 3, 16, 1)
+    with pytest.raises(
+        ArgumentValueError, match=r"^layout: its data_section_bytes is 24, .* data_section_override=32\)"
+    ):
+        KVCache(rig.gpu, odd, 2)
+    cache = KVCache(rig.gpu, dataclasses.replace(odd, data_section_override=32), 2)
+    key = rig.upload(np.full((1, 3, 16), 0x40C0, np.uint16))  # 6.0, which the format holds exactly
+    cache.write(key, key, rig.upload(np.array([1])), stream=rig.stream)
+    assert (rig.download(cache.gather([1], 1, stream=rig.stream)[0]) == 6.0).all()
+    with pytest.raises(ArgumentTypeError, match="heads_first is 'no'"):
+        CacheLayout(BF16, 2, 64, 16, heads_first="no")  # type: ignore[arg-type]
+
+
+def test_block_ids_that_are_none(rig: Rig) -> None:
+    cache, upload = KVCache(rig.gpu, layout_of(BF16), 5), rig.upload
+    given: tuple[tuple[Any, str], ...] = (
+        ([0.0, 1.0], "block_ids: got dtype float64, allowed are integers"),
+        ([True, False], "block_ids: got dtype bool"),
+        ([True, 1], "block_ids: got a bool, allowed are integers"),
+        (["0", "1"], "block_ids: got dtype <U1"),
+        ([[0], [1]], r"block_ids: got shape \(2, 1\), allowed is one axis"),
+        ([[0], [1, 2]], "block_ids: .*inhomogeneous"),
+        ([0, 2**31], "block_ids: got 2147483648, allowed are 32-bit integers"),
+        ([0, 2**70], "block_ids: got dtype object"),
+        (iter([0, 1]), "got (a )?list_iterator, allowed"),
+        ({0, 1}, "got (a )?set, allowed"),
+        (upload(np.zeros((2, 1), np.int32)), r"block_ids: got shape \(2, 1\)"),
+        (upload(np.zeros(2, np.int64)), "block_ids: got dtype int64, allowed: int32"),
+    )
+    for ids, message in given:
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=f"^{message}|: {message}"):
+            cache.gather(ids, 5, stream=rig.stream)
+    for pairs, message in (
+        (iter([(0, 1)]), "got (a )?list_iterator, allowed"),
+        ([(True, False)], "pairs: got dtype bool"),
+        ([(True, 2)], "pairs: got a bool"),
+        ([(0, 1), (2,)], "pairs: .*inhomogeneous"),
+    ):
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=message):
+            cache.copy_blocks(pairs, stream=rig.stream)
+
+
+def test_results_that_share_memory(rig: Rig) -> None:
+    """One would be written over the other, or over the cache."""
+    cache = KVCache(rig.gpu, layout_of(BF16), 5)
+    both = rig.gpu.zeros((9, HEADS, HEAD_DIM), np.float32)
+    pool = cache.k_pool.view(np.uint16).reshape(-1)[: 4 * HEADS * HEAD_DIM].reshape(4, HEADS, HEAD_DIM)
+    for out_k, out_v, message in (
+        (both[:4], both[:4], "out_k: its memory, .* is shared with out_v"),
+        (both[:4], both[3:7], "out_k: its memory, .* is shared with out_v"),
+        (pool, both[:4], "out_k: its memory, .* is shared with k_pool"),
+        (both[:4], pool, "out_v: its memory, .* is shared with k_pool"),
+    ):
+        with pytest.raises(ArgumentValueError, match=f"^{message}"):
+            cache.gather([0], 4, out_k, out_v, stream=rig.stream)
+    cache.gather([0], 4, both[:4], both[4:8], stream=rig.stream)
+
+
+def test_pools_without_blocks(rig: Rig) -> None:
+    """Their strides say nothing: some libraries have 0 for all of them."""
+    layout = layout_of(BF16)
+    bits = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), layout.pool_shape(0), (0,) * 4)
+    pool = bits if rig.name == "emulator" else rig.gpu.zeros(layout.pool_shape(0), np.uint16)
+    cache = KVCache.wrap(rig.gpu, layout, pool, pool)
+    assert cache.num_blocks == 0
+    key, value = (rig.upload(array) for array in random_tokens(2))
+    cache.write(key, value, rig.upload(np.array([0, -1])), stream=rig.stream)
+    assert np.isnan(rig.download(cache.gather([0], 2, stream=rig.stream)[0])).all()
 
 
 def test_pools_that_are_not_what_the_layout_says(rig: Rig) -> None:

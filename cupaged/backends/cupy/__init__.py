@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,11 @@ from cupaged import environment
 from cupaged.backends.cupy import extended_launch, forked, installation, nvtx, prebuilt
 from cupaged.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, LaunchError
 from cupaged.handle import HandleFactory
-from cupaged.pointers import DevicePtr
+from cupaged.pointers import DevicePtr, views
 from cupaged.registry import DeviceLimits
 from cupaged.source import KernelSource
 
+_LOOK = operator.attrgetter("data.ptr", "data.device_id", "dtype", "shape", "strides")
 _MEMORY_OF_A_DEVICE = 2  # cudaMemoryTypeDevice
 _DEFAULT_SHARED_LIMIT = 48 * 1024  # more shared memory, static and dynamic, must be asked for
 
@@ -169,13 +171,49 @@ class CupyBackend(HandleFactory):
                     kernel.function, x, y, z, threads_x, threads_y, threads_z, shared_mem, stream, params, 0
                 )
         except (self._driver.CUDADriverError, LaunchError) as error:
-            raise LaunchError(
-                f"{kernel.source.entry}: the driver refused grid {grid}, block {block}, "
-                f"{shared_mem} bytes of shared memory: {error}"
-            ) from error
+            raise _refused(kernel, grid, block, shared_mem, error) from error
         finally:
             if current != self.device:
                 runtime.setDevice(current)
+
+    def prepare(
+        self,
+        kernel: CupyKernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_mem: int,
+        parameters: bytes,
+        offsets: Sequence[int],
+        stream: int,
+        arguments: Mapping[int, Any],
+        cooperative: bool = False,
+        overlapping: bool = False,
+    ) -> Callable[[], None] | None:
+        """All that the driver takes, made once; see `GpuBackend.prepare`."""
+        if shared_mem > kernel.dynamic_shared:
+            return None
+        overlaps = overlapping and self._limits.bulk_copies
+        config = extended_launch.Config(grid, block, shared_mem, stream, cooperative, overlaps)
+        launch = extended_launch.prepare(kernel.function, config, parameters, offsets)
+        runtime, device = self._runtime, self.device
+        current_device = runtime.getDevice
+
+        def again() -> None:
+            if forked.is_child:
+                forked.refuse_in_child()
+            current = current_device()
+            if current == device:
+                status = launch()
+            else:
+                runtime.setDevice(device)
+                try:
+                    status = launch()
+                finally:
+                    runtime.setDevice(current)
+            if status:
+                raise _refused(kernel, grid, block, shared_mem, extended_launch.error(status))
+
+        return again
 
     def _allow_shared(self, kernel: CupyKernel, num_bytes: int) -> None:
         if num_bytes > self._limits.shared_per_block:
@@ -213,6 +251,10 @@ class CupyBackend(HandleFactory):
         allowed = "int, DevicePtr, CuPy array, object with __cuda_array_interface__"
         hint = " (a host array: copy it with gpu.asarray)" if isinstance(value, np.ndarray) else ""
         raise ArgumentTypeError(f"pointer: got {type(value).__name__}{hint}, allowed: {allowed}")
+
+    def views(self, pointers: Sequence[Any]) -> tuple[Any, ...] | None:
+        """What checks look at in CuPy arrays and addresses; see `GpuBackend.views`."""
+        return views(pointers, self._cupy.ndarray, _LOOK)
 
     def _device_of(self, address: int) -> int | None:
         """The device whose memory an address is in; None for memory that every device reaches, or null."""
@@ -284,6 +326,19 @@ class CupyBackend(HandleFactory):
     def null_stream(self) -> int:
         """Handle of the default stream."""
         return 0
+
+
+def _refused(
+    kernel: CupyKernel,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    shared_mem: int,
+    error: Exception,
+) -> LaunchError:
+    return LaunchError(
+        f"{kernel.source.entry}: the driver refused grid {grid}, block {block}, "
+        f"{shared_mem} bytes of shared memory: {error}"
+    )
 
 
 def _bits_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:

@@ -11,13 +11,14 @@ import ctypes
 import functools
 import struct
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cupaged.errors import BackendUnavailableError, LaunchError
 
 _COOPERATIVE = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_VARYING = struct.Struct("=7I4xQ")  # of _Config: grid, block, shared_mem, stream
+_VARYING = struct.Struct("=7I4xQ")  # of Config: grid, block, shared_mem, stream
 
 
 class _Attribute(ctypes.Structure):
@@ -29,7 +30,9 @@ class _Attribute(ctypes.Structure):
     )
 
 
-class _Config(ctypes.Structure):
+class Config(ctypes.Structure):
+    """CUlaunchConfig, with the attributes asked for and no others: each costs the driver time."""
+
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
@@ -39,21 +42,33 @@ class _Config(ctypes.Structure):
         ("num_attributes", ctypes.c_uint),
     )
 
+    def __init__(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_mem: int,
+        stream: int,
+        cooperative: bool,
+        overlapping: bool,
+    ) -> None:
+        super().__init__(grid, block, shared_mem, stream)
+        asked = ((_PROGRAMMATIC_STREAM_SERIALIZATION, overlapping), (_COOPERATIVE, cooperative))
+        ids = [which for which, is_asked in asked if is_asked]
+        self.attributes = (_Attribute * 2)(*[_Attribute(which, 0, 1) for which in ids])  # kept alive
+        self.num_attributes = len(ids)
+
 
 class _ThreadConfig(threading.local):
-    """One configuration a thread, filled anew for each launch."""
+    """Two configurations a thread, filled anew for each launch.
+
+    Attributes:
+        plain, cooperative: the address of a configuration, and its bytes.
+    """
 
     def __init__(self) -> None:
-        attributes = (_Attribute * 2)()
-        attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
-        attributes[0].value = 1
-        attributes[1].id = _COOPERATIVE
-        self.cooperative = attributes[1]
-        self.config = _Config()
-        self.config.attributes = attributes
-        self.config.num_attributes = 2
-        self.address = ctypes.byref(self.config)
-        self.bytes = memoryview(self.config).cast("B")
+        configs = [Config((0, 0, 0), (0, 0, 0), 0, 0, cooperative, True) for cooperative in (False, True)]
+        self.plain, self.cooperative = ((ctypes.addressof(c), memoryview(c).cast("B")) for c in configs)
+        self._keep = configs
 
 
 _thread = _ThreadConfig()
@@ -84,9 +99,34 @@ def launch(
     Raises:
         LaunchError: the driver refused; the message has its error number.
     """
-    thread = _thread
-    _VARYING.pack_into(thread.bytes, 0, *grid, *block, shared_mem, stream)
-    thread.cooperative.value = cooperative
-    status = _launch_function()(thread.address, function, params, None)
+    address, content = _thread.cooperative if cooperative else _thread.plain
+    _VARYING.pack_into(content, 0, *grid, *block, shared_mem, stream)
+    status = _launch_function()(address, function, params, None)
     if status:
-        raise LaunchError(f"cuLaunchKernelEx: CUDA error {status}")
+        raise error(status)
+
+
+def error(status: int) -> LaunchError:
+    """What the driver's error number means."""
+    return LaunchError(f"cuLaunchKernelEx: CUDA error {status}")
+
+
+def prepare(function: int, config: Config, parameters: bytes, offsets: Sequence[int]) -> Callable[[], int]:
+    """A launch, to be made any number of times, by threads at once too: nothing writes to what it reads.
+
+    Args:
+        function: the driver's handle.
+        config: geometry, stream and attributes.
+        parameters: packed as the kernel takes them.
+        offsets: of each parameter in these bytes.
+
+    Returns:
+        launches, and returns the driver's error number, 0 for none.
+    """
+    head = 8 * len(offsets)  # bytes: an array of pointers, the parameters behind it
+    memory = ctypes.create_string_buffer(head + len(parameters))
+    base = ctypes.addressof(memory) + head
+    memory.raw = struct.pack(f"{len(offsets)}Q", *[base + offset for offset in offsets]) + parameters
+    # What is cast is kept alive by the result.
+    config_at, pointers_at = (ctypes.cast(x, ctypes.c_void_p) for x in (ctypes.pointer(config), memory))
+    return functools.partial(_launch_function(), config_at, function, pointers_at, None)

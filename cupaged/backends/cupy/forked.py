@@ -11,7 +11,7 @@ from cupaged.errors import BackendUnavailableError
 _METHODS = ("load", "launch_packed", "empty", "zeros", "asarray", "to_host", "memset", "synchronize")
 
 _backends: weakref.WeakSet[Any] = weakref.WeakSet()
-_is_child = False
+is_child = False  # whether this process was forked from one that had a backend
 
 
 def guard(backend: Any) -> None:
@@ -25,7 +25,7 @@ def refuse_in_child() -> None:
     Raises:
         BackendUnavailableError: this process was forked from one that had a backend.
     """
-    if _is_child:
+    if is_child:
         _refuse()
 
 
@@ -37,9 +37,9 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 def _in_child() -> None:
-    global _is_child
+    global is_child
     backends = list(_backends)
-    _is_child = _is_child or bool(backends)
+    is_child = is_child or bool(backends)
     for backend in backends:
         for name in _METHODS:
             setattr(backend, name, _refuse)

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import json
 import os
+import urllib.parse
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 from cupaged import environment
@@ -96,6 +99,24 @@ def wheels() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def package() -> str:
+    """What pip is told to install: the checkout that this package is or came from, else its name."""
+    for root in (Path(__file__).resolve().parents[3], _installed_from()):
+        if root is not None and (root / "pyproject.toml").is_file():
+            return "." if root == Path.cwd() else str(root)
+    return "cupaged"
+
+
+def _installed_from() -> Path | None:
+    """The folder that ``pip install folder`` was given, as pip wrote it down."""
+    try:
+        text = importlib.metadata.distribution("cupaged").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    url = urllib.parse.urlsplit(json.loads(text)["url"] if text else "")
+    return Path(urllib.parse.unquote(url.path)) if url.scheme == "file" else None
+
+
 def install_command(found: Driver | None = None) -> str:
     """The command that installs a CuPy for this driver, with NVRTC.
 
@@ -104,13 +125,13 @@ def install_command(found: Driver | None = None) -> str:
     """
     cuda = (found or driver()).cuda
     if cuda is None:
-        return "pip install 'cupaged[cuda12]' (or 'cupaged[cuda13]', to match the driver)"
+        return f"pip install '{package()}[cuda12]' (or '{package()}[cuda13]', to match the driver)"
     if cuda[0] < _OLDEST_CUDA:
         return (
             f"update the driver, which supports CUDA {cuda[0]}.{cuda[1]}, to one that supports CUDA "
             f"{_OLDEST_CUDA} or later"
         )
-    return _replacing(f"pip install 'cupaged[cuda{min(cuda[0], _NEWEST_EXTRA)}]'", cuda[0])
+    return _replacing(f"pip install '{package()}[cuda{min(cuda[0], _NEWEST_EXTRA)}]'", cuda[0])
 
 
 def _replacing(command: str, driver_major: int) -> str:

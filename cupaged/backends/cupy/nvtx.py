@@ -12,7 +12,7 @@ def mark_launches(backend: Any) -> None:
     """Wrap a backend's launches, each in a range named as its kernel. Backends not given cost nothing.
 
     Args:
-        backend: with ``launch_packed``, which is replaced on this object alone.
+        backend: with ``launch_packed`` and ``prepare``, which are replaced on this object alone.
 
     Raises:
         BackendUnavailableError: CuPy has no NVTX here.
@@ -34,3 +34,4 @@ def mark_launches(backend: Any) -> None:
             nvtx.RangePop()
 
     backend.launch_packed = marked
+    backend.prepare = lambda *_, **__: None  # so that each launch comes here

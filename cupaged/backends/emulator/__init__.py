@@ -8,7 +8,7 @@ results agree with a GPU's up to the roundings of fused and approximate operatio
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,10 +147,12 @@ class EmulatorBackend(HandleFactory):
         Raises:
             LaunchError: geometry or shared memory beyond what a GPU allows.
             KernelFault: the kernel deadlocks, uses a wrong mask, and so on.
-            ArgumentValueError: in check mode, an address that lies in no known buffer.
+            ArgumentValueError: an array that must not be written, for a pointer that is not const; in check
+                mode, an address that lies in no known buffer.
         """
         if not isinstance(kernel, EmulatedKernel):
             raise ArgumentTypeError(f"kernel: got {type(kernel).__name__}, allowed is what `load` returns")
+        _check_writable(kernel.source, arguments)
         library = kernel.library
         setup = setup_of(kernel.source, params, arguments, self._memory) if self._check else None
         request = LaunchRequest(
@@ -172,6 +174,13 @@ class EmulatorBackend(HandleFactory):
     def pointer(self, value: Any) -> int:
         """Address of a NumPy array, a `DevicePtr` or a NumPy integer; arrays of a real GPU are refused."""
         return memory.pointer(value)
+
+    def views(self, pointers: Sequence[Any]) -> tuple[Any, ...] | None:
+        """What checks look at in NumPy arrays and addresses; see `GpuBackend.views`."""
+        return memory.views(pointers)
+
+    def prepare(self, *_: Any, **__: Any) -> None:
+        """None: every launch is looked at; see `GpuBackend.prepare`."""
 
     def stream_handle(self, stream: Any) -> int:
         """Handle of an int, or of an object with ``__cuda_stream__`` or ``ptr``."""
@@ -205,6 +214,17 @@ class EmulatorBackend(HandleFactory):
     def null_stream(self) -> int:
         """Handle of the default stream."""
         return 0
+
+
+def _check_writable(source: KernelSource, arguments: Mapping[int, Any]) -> None:
+    """A kernel that writes to memory that is mapped for reading alone would end the process."""
+    for position, given in arguments.items():
+        parameter = source.parameters[position]
+        if isinstance(given, np.ndarray) and not given.flags.writeable and not parameter.const:
+            raise ArgumentValueError(
+                f"{parameter.name}: got a NumPy array that must not be written (flags.writeable is False), "
+                "where a result goes; allocate one with gpu.empty"
+            )
 
 
 def _at_least(name: str, value: int, low: int) -> int:

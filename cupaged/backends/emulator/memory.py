@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cupaged import pointers
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.pointers import DevicePtr
 
 ALIGNMENT = 256  # bytes, as the CUDA driver's allocations
+_FORGET_FROM = 1024
 POISON_BYTE = 0xFF  # reads as NaN in every float format the kernels use
 
 
@@ -23,6 +26,7 @@ class DeviceMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ranges: dict[int, tuple[weakref.ref[np.ndarray], int]] = {}  # address -> owner, bytes
+        self._most = _FORGET_FROM  # entries from which on those without an owner are dropped
 
     def allocate(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, fill: int) -> np.ndarray:
         """An array with every byte set to `fill`, aligned to `ALIGNMENT` bytes."""
@@ -51,16 +55,14 @@ class DeviceMemory:
             return [(address, size) for address, (owner, size) in self._ranges.items() if owner() is not None]
 
     def _remember(self, owner: np.ndarray, address: int, num_bytes: int) -> None:
-        # All views of an allocation keep its owner alive, so that is what tells whether it is in use.
-        def forget(reference: weakref.ref[np.ndarray]) -> None:
-            with self._lock:
-                found = self._ranges.get(address)
-                if found is not None and found[0] is reference:
-                    del self._ranges[address]
-
-        reference = weakref.ref(owner, forget)
+        # All views of an allocation keep its owner alive, so that is what tells whether it is in use. A
+        # callback at its end could not take the lock: the garbage collector may call it while this thread
+        # holds it.
         with self._lock:
-            self._ranges[address] = (reference, num_bytes)
+            self._ranges[address] = (weakref.ref(owner), num_bytes)
+            if len(self._ranges) >= self._most:
+                self._ranges = {at: kept for at, kept in self._ranges.items() if kept[0]() is not None}
+                self._most = max(_FORGET_FROM, 2 * len(self._ranges))
 
 
 def pointer(value: Any) -> int:
@@ -83,6 +85,15 @@ def pointer(value: Any) -> int:
     raise ArgumentTypeError(
         f"pointer: got {type(value).__name__}, allowed: int, DevicePtr, NumPy array (gpu.asarray makes one)"
     )
+
+
+def views(given: Sequence[Any]) -> tuple[Any, ...] | None:
+    """See `GpuBackend.views`."""
+    return pointers.views(given, np.ndarray, _look)
+
+
+def _look(array: np.ndarray) -> tuple[Any, ...]:
+    return array.ctypes.data, array.dtype, array.shape, array.strides
 
 
 def stream_handle(stream: Any) -> int:

@@ -1,5 +1,6 @@
 // Bodies for the wrappers of kernels/ptx.cuh: same names, same namespace. Included by that file, after
-// platform.cuh. Hardware E4M3 conversion is left out, so that kernels use their own software path.
+// platform.cuh. Hardware E4M3 conversion and comparison of magnitudes are left out, so that kernels use
+// their own software paths.
 #pragma once
 #include "emulator/half.h"
 #include "emulator/hooks.h"
@@ -145,6 +146,7 @@ DEVICE u32 atomic_inc_acq_rel(u32* pointer, u32 limit) {
 // ---- loads with cache hints
 
 DEVICE uint4 load_streaming_16(const void* pointer) { return *static_cast<const uint4*>(pointer); }
+DEVICE uint4 load_now_16(const void* pointer) { return *static_cast<const uint4*>(pointer); }
 
 // Moves nothing; check mode sees that the address is one of the launch's.
 DEVICE void prefetch_l2(const void* global) { cupaged_emulator::prefetch(global); }
