@@ -42,7 +42,7 @@ VARIANTS: tuple[dict[str, int], ...] = (
     {"key_format": 2, "value_format": 2, "many": 1, "latency": 3},
     {"key_format": 1, "value_format": 2, "heads_first": 1},
     {"key_format": 2, "value_format": 0, "query_f16": 1, "soft_cap": 1},
-    {"key_format": 0, "value_format": 1, "query_tokens": 2},
+    {"key_format": 0, "value_format": 1, "query_tokens": 2, "latency": 2},
 )
 
 

@@ -25,7 +25,7 @@ SUITES = {
 
 
 def suites(load: Load) -> str:
-    """Counts of tests, and of the sanitizers' reports."""
+    """Counts of tests, of the sanitizers' reports, and what a person has to say about a result ("remark")."""
     rows = []
     for name, title in SUITES.items():
         result = load(name)
@@ -46,7 +46,9 @@ def suites(load: Load) -> str:
     tools = " and ".join(tool for tool in SANITIZERS if (load(tool) or {}).get("reports"))
     unexplained = f" The reports of {tools} have not been explained yet." if tools else ""
     header = ["on the GPU", "tests run", "failed", "sanitizer reports", "commit"]
-    return f"{table(header, rows)}\n\n{RACECHECK}{unexplained}"
+    remarks = [f"The {title}: {result['remark']}" for name, title in SUITES.items()
+               if (result := load(name)) and "remark" in result]  # fmt: skip
+    return "\n\n".join([table(header, rows), *remarks, f"{RACECHECK}{unexplained}"])
 
 
 def fuzz(result: Result | None) -> str:

@@ -53,6 +53,7 @@ class DeviceLimits:
         shared_per_block: most shared memory a block may use, in bytes.
         shared_per_sm: shared memory of a multiprocessor, in bytes.
         bulk_copies: whether it has ``cp.async.bulk`` and transaction barriers (sm_90 and later).
+        capability: compute capability, major * 10 + minor; 0 where there is none.
         cooperative_threads: most threads of a co-operative launch; None where only the room on the
             multiprocessors limits them.
     """
@@ -61,6 +62,7 @@ class DeviceLimits:
     shared_per_block: int
     shared_per_sm: int
     bulk_copies: bool
+    capability: int = 0
     cooperative_threads: int | None = None
 
 
@@ -73,7 +75,7 @@ def limits_of_capability(capability: int, num_sms: int) -> DeviceLimits:
     """Limits of a compute capability (major * 10 + minor), for compiling without a device."""
     known = max((c for c in _SHARED_KIB if c <= capability), default=80)
     block, sm = _SHARED_KIB[known]
-    return DeviceLimits(num_sms, block * 1024, sm * 1024, bulk_copies=capability >= 90)
+    return DeviceLimits(num_sms, block * 1024, sm * 1024, capability >= 90, capability)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,16 @@ _WARPS = 8  # most of a block of threads; also its most groups of 8 query heads
 # (Tiles of 16 tokens that a warp works on at once, blocks of threads for a multiprocessor) by the largest
 # head_dim, as registers allow without spills. Narrow formats need more tiles to keep as many bytes in flight.
 _SHAPES = {
-    "bf16": {64: (2, 3), 128: (1, 4), 192: (1, 2), 256: (1, 1)},
-    "fp8": {64: (2, 4), 128: (1, 4), 192: (1, 2), 256: (1, 1)},
-    "nvfp4": {64: (2, 3), 128: (2, 4), 192: (1, 2), 256: (1, 1)},
+    "bf16": {64: (2, 3), 128: (1, 3), 192: (1, 2), 256: (1, 1)},
+    "fp8": {64: (2, 4), 128: (2, 3), 192: (1, 2), 256: (1, 1)},
+    "nvfp4": {64: (2, 3), 128: (2, 2), 192: (1, 2), 256: (1, 1)},
 }
 
-# Warps that a multiprocessor of sm_90 holds at once, by the largest head_dim: what their registers leave.
-_RESIDENT_WARPS = {128: 16, 256: 8}
+# The same for sm_90 and head_dims of 65 to 128: its compiler manages with 128 registers a thread.
+_SHAPES_90 = {"bf16": (1, 4), "fp8": (1, 4), "nvfp4": (2, 4)}
+
+# Warps that a multiprocessor of sm_90 holds at least, by the largest head_dim: what their registers leave.
+_RESIDENT_WARPS = {64: 16, 128: 12, 256: 8}
 
 _STRIDE_MULTIPLES = {
     "bf16": dict.fromkeys(("blk_stride", "tok_stride", "kvh_stride"), 8),
@@ -40,7 +43,7 @@ def _step_spec(scalars: Scalars) -> dict[str, int]:
 def resident_blocks(constants: Constants) -> int:
     """Blocks of threads of the step that a multiprocessor holds at once."""
     warps = next(count for most, count in _RESIDENT_WARPS.items() if constants["head_dim"] <= most)
-    return max(1, 32 * warps // _step_block(constants)[0])
+    return max(constants["blocks_per_sm"], 32 * warps // _step_block(constants)[0])
 
 
 def _head_dim_spec(scalars: Scalars) -> dict[str, int]:
@@ -79,6 +82,8 @@ def _pair_block(constants: Constants) -> Grid:
 def _step_entry(module: str, fmt: str) -> KernelEntry:
     def derived(spec: Constants, limits: DeviceLimits) -> dict[str, int]:
         tiles, blocks = next(shape for most, shape in _SHAPES[fmt].items() if spec["head_dim"] <= most)
+        if limits.capability == 90 and 64 < spec["head_dim"] <= 128:
+            tiles, blocks = _SHAPES_90[fmt]
         if fmt == "nvfp4" and spec["block_size"] % TILE_TOKENS:
             tiles = 1  # rows in several blocks take the registers of the second
         heads = _block_tiles(spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,7 @@ def test_a_first_call_inside_a_strict_capture(rig: Rig, path: str) -> None:
     job = fresh_job(rig, BF16, path)
     stream = cupy.cuda.Stream(non_blocking=True)
     graph, refused = None, "Warm up first"
+    gc.collect()  # a module of an earlier test, unloaded during the capture, would end it
     with stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
         try:

@@ -76,7 +76,8 @@ def test_work_comes_after_the_producers(cupy_rig: Rig, protocol: str) -> None:
     producer, consumer = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     parts = cupy.zeros((2, 8, 64), np.float32)
     lses, out = cupy.zeros((2, 8), np.float32), cupy.zeros((8, 64), np.float32)
-    merge_states(rig.gpu, parts, lses, out, stream=consumer)  # compiled
+    merge_states(rig.gpu, parts, lses, out, stream=consumer)  # compiled, as CuPy's own kernel that fills
+    parts.fill(0)
     rig.gpu.synchronize()
     for round_ in range(3):
         spin_then_fill(cupy, producer, parts, 3.0 + round_)

@@ -82,6 +82,7 @@ class CupyBackend(HandleFactory):
             shared_per_block=int(properties["sharedMemPerBlockOptin"]),
             shared_per_sm=int(properties["sharedMemPerMultiprocessor"]),
             bulk_copies=self._target.has_bulk_copies,
+            capability=10 * capability[0] + capability[1],
         )
         self._modules: dict[tuple[object, ...], Any] = {}
         self._lock = threading.Lock()
