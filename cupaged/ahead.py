@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from cupaged.backends.cupy import nvrtc, prebuilt
 from cupaged.backends.cupy.prebuilt import FORMAT, MANIFEST, Prebuilt
 from cupaged.cascade import CascadeDecoder
 from cupaged.decode import Decoder
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, KernelSourceError
 from cupaged.formats import FORMATS, CacheLayout
 from cupaged.grid_rules import buffer_rules, grid_rules
 from cupaged.handle import HandleFactory, ParameterLayout
@@ -37,6 +39,7 @@ unload = prebuilt.unload
 
 # Of the GPU that kernels are shaped for. Grids and residency follow the GPU that runs them, so enough.
 _NUM_SMS = 1024
+_ARCH = re.compile(r"sm_(\d+)[af]?")
 _BYTES = {"ptr": 8, "u32": 4, "i32": 4, "u64": 8, "i64": 8, "f32": 4}
 
 
@@ -187,8 +190,11 @@ class KernelSet:
         Raises:
             ArgumentValueError: an unknown architecture, or a request that the package does not support.
         """
-        if not arch.startswith("sm_") or not arch.removeprefix("sm_").rstrip("af").isdecimal():
+        named = _ARCH.fullmatch(arch)
+        if named is None:
             raise ArgumentValueError(f"arch: got {arch!r}, allowed are sm_NN, sm_NNa and sm_NNf, as sm_90a")
+        if int(named[1]) < nvrtc.OLDEST:
+            raise ArgumentValueError(f"arch: got {arch!r}, allowed are sm_{nvrtc.OLDEST} and later")
         collector = _Collector(arch)
         for request in self._requests:
             request(collector)
@@ -204,29 +210,80 @@ class KernelSet:
         """Compile for some architectures and write cubins and manifest. Needs NVRTC, and no GPU.
 
         Args:
-            folder: is made where it is missing; its manifest is written anew.
-            archs: what to compile for, as ``("sm_80", "sm_90a")``. ``CupyBackend.arch`` says what a GPU asks
+            folder: is made where it is missing. Kernels that it has already stay, and equal ones are
+                replaced.
+            archs: what to compile for, as ``("sm_80", "sm_90a")``; ``CupyBackend.arch`` says what a GPU asks
                 for; without NVRTC it also runs code of an earlier chip of its generation.
             progress: called with modules compiled so far and in all.
 
         Returns:
-            The manifest.
+            The manifest, of all kernels that the folder has now.
 
         Raises:
-            CompileError: a kernel does not compile. ArgumentValueError: see `sources`.
+            ArgumentValueError: see `sources`; or a folder that cannot be written, or whose kernels come from
+                other sources than this package has. Nothing is compiled then.
+            CompileError: a kernel does not compile.
             BackendUnavailableError: no NVRTC.
         """
         if isinstance(archs, str):
             raise ArgumentTypeError(f"archs: got {archs!r}, allowed is a sequence of architectures")
         target = Path(folder)
-        work = [(source, arch) for arch in archs for source in self.sources(arch)]
+        work = [(source, arch) for arch in dict.fromkeys(archs) for source in self.sources(arch)]
+        _make_folder(target)
+        earlier = _earlier_manifest(target)
         codes = _compiled(work, progress)
-        target.mkdir(parents=True, exist_ok=True)
         for name, code in codes.items():
             (target / f"{name}.cubin").write_bytes(code)
-        manifest = _manifest(work, codes)
+        manifest = _merged(earlier, _manifest(work, codes))
         (target / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         return manifest
+
+
+def _make_folder(target: Path) -> None:
+    """Raise ArgumentValueError unless files can be written there."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target):
+            pass
+    except OSError as error:
+        raise ArgumentValueError(
+            f"folder: got {target}, allowed is one that can be made and written ({error.strerror})"
+        ) from None
+
+
+def _earlier_manifest(target: Path) -> dict[str, Any] | None:
+    """What a folder has already, or None."""
+    if not (target / MANIFEST).exists():
+        return None
+    try:
+        manifest = prebuilt.read_manifest(target)
+    except KernelSourceError:
+        raise ArgumentValueError(
+            f"folder: got {target}, whose kernels come from other sources than this package has; allowed is "
+            "a new folder, or one of this package's kernels"
+        ) from None
+    for kernel in manifest["kernels"]:
+        if not (target / kernel["cubin"]).is_file():
+            raise ArgumentValueError(
+                f"folder: got {target}, whose {MANIFEST} names {kernel['cubin']}, which is not there; "
+                "allowed is a folder with all of its kernels, or a new one"
+            )
+    return manifest
+
+
+def _merged(earlier: dict[str, Any] | None, manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the kernels of an earlier one in front; of equal kernels those compiled now."""
+    if earlier is None:
+        return manifest
+    replaced = {(kernel["key"], kernel["entry"]) for kernel in manifest["kernels"]}
+    digests = {kernel["key"]: kernel["sha256"] for kernel in manifest["kernels"]}
+    kept = [
+        kernel | {"sha256": digests.get(kernel["key"], kernel["sha256"])}  # entries of one file
+        for kernel in earlier["kernels"]
+        if (kernel["key"], kernel["entry"]) not in replaced
+    ]
+    sources = earlier["sources"] | manifest["sources"]
+    return manifest | {"sources": sources, "kernels": kept + manifest["kernels"]}
 
 
 def _compiled(

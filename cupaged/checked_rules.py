@@ -108,7 +108,7 @@ def _pool(holds: Mapping[str, str], v: _Values, side: str) -> _Pool:
     fmt = holds[f"{side}_cache"] if number is None else _FORMAT_NAMES[number]
     values = v["block_size"] * v["num_kv_heads"] * v["head_dim"]
     section = v.get(f"{side}_scale_section", v.get("data_section_bytes", 0))
-    block = {"bf16": 2 * values, "fp8": values}.get(fmt, section + values // 16)
+    block = {"bf16": 2 * values, "fp8": values, "nvfp4": section + values // 16}[fmt]
     item = 2 if fmt == "bf16" else 1
     stride = v.get("block_stride_bytes", item * v["cache_stride"] if v.get("cache_stride") else block)
     return _Pool(fmt, v.get(f"{side}_block_stride", stride), section, block)

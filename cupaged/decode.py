@@ -236,8 +236,8 @@ class Decoder:
         form = self._decode_cache if over_cache else self.decode_pools
         try:
             return form(q, *arrays, **options)
-        except TypeError as error:
-            raise call_error(error, form, (q, *arrays), options) from None
+        except (TypeError, ValueError) as error:
+            raise call_error(error, form, (q, *arrays), options) from error.__cause__
 
     def _decode_cache(
         self,

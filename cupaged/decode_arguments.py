@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupaged.errors import ArgumentTypeError, ArgumentValueError, CupagedError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, CheckedModeError, CupagedError
 from cupaged.interop import PLAIN_TYPES, backend_array, is_capturing, stream_memory
+from cupaged.kv import KVCache
 from cupaged.ops._checks import check_scale, check_score_scale, check_shape, check_size
 from cupaged.pointers import DevicePtr
 from cupaged.registry import dtype_names
 
 _INT32_BYTES = 4
+_POOL_SIZES = {"num_seqs", "max_blocks_per_seq"}  # of the form with pools, which has no defaults for them
+_CACHE_NAMES = {"output": "out"}  # what the form with pools calls an argument -> what that with a cache does
 
 
 class CacheCall(NamedTuple):
@@ -69,20 +72,44 @@ def cache_call(
     return CacheCall(flat, tables, seq_lens, shape, num_seqs, columns, q_stride, table_stride)
 
 
-def call_error(error: TypeError, form: Callable[..., Any], given: Sequence[Any], options: Any) -> TypeError:
-    """The error of a call: one that names the argument, where those given do not fit the function."""
-    if isinstance(error, CupagedError):
-        return error
+def call_error(error: Exception, form: Callable[..., Any], given: Sequence[Any], options: Any) -> Exception:
+    """The error of a call of `Decoder.decode`, under the names that its arguments were given by."""
     signature = inspect.signature(form)
+    over_cache = "cache" in signature.parameters
+    if isinstance(error, CupagedError):
+        return _renamed(error) if over_cache else error
     try:
         signature.bind(*given, **options)
     except TypeError as misfit:
+        if not over_cache and not _POOL_SIZES & options.keys():
+            return _no_cache(given, options)
         found = re.search(r"'(\w+)'", str(misfit))
         name = f"{found[1]}: " if found else ""
-        takes = "q, cache" if "cache" in signature.parameters else "q, k_cache, v_cache"
+        takes = "q, cache" if over_cache else "q, k_cache, v_cache"
         return ArgumentTypeError(
             f"{name}{misfit}; decode({takes}, ...) takes {', '.join(signature.parameters)}"
         )
+    return error
+
+
+def _no_cache(given: Sequence[Any], options: Mapping[str, Any]) -> ArgumentTypeError:
+    """The error of a call with neither a cache in its place nor the sizes of pools."""
+    if isinstance(given[0], KVCache):
+        return ArgumentTypeError(
+            "q: got KVCache, allowed is an array; the cache comes second, decode(q, cache)"
+        )
+    second = [*given[1:2], *(options[name] for name in ("cache", "k_cache") if name in options)]
+    got = type(second[0]).__name__ if second else "nothing"
+    sizes = ", ".join(f"{name}=" for name in sorted(_POOL_SIZES, reverse=True))
+    return ArgumentTypeError(f"cache: got {got}, allowed is a KVCache (or both pools and {sizes})")
+
+
+def _renamed(error: CupagedError) -> CupagedError:
+    """The error with the names that arguments of the cache form have."""
+    text = re.sub(r"\b\w+(?=[:,])", lambda word: _CACHE_NAMES.get(word[0], word[0]), str(error))
+    error.args = (text, *error.args[1:])
+    if isinstance(error, CheckedModeError):
+        error.array = _CACHE_NAMES.get(error.array, error.array)
     return error
 
 

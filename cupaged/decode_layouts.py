@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import FORMATS, NVFP4, CacheLayout
+from cupaged.formats import FORMATS, CacheLayout
 from cupaged.launch import as_integer
 from cupaged.ops._pools import Pools
 from cupaged.registry import DTYPES
@@ -44,11 +44,11 @@ def difference(given: CacheLayout, own: CacheLayout) -> str:
 
 
 def pools_of(layout: CacheLayout) -> Pools:
-    """How the blocks of a pool lie; NVFP4 pools are flat."""
+    """How the blocks of a pool lie; pools with a scale section are flat."""
     shape = (layout.block_size, layout.num_kv_heads, layout.head_dim)
     if layout.heads_first:
         shape = (layout.num_kv_heads, layout.block_size, layout.head_dim)
-    flat = layout.format.name == "nvfp4"
+    flat = layout.format.has_scale_section
     return Pools(layout.block_stride_bytes, layout.block_bytes, None if flat else shape)
 
 
@@ -59,8 +59,8 @@ def scale_rule(layout: CacheLayout) -> tuple[str, bool, bool]:
 
 
 def is_joined_layout(layout: CacheLayout) -> bool:
-    """Whether an NVFP4 block comes in one copy; see `is_joined`."""
-    return layout.format.name == "nvfp4" and is_joined(
+    """Whether values and scales of a block come in one copy; see `is_joined`."""
+    return layout.format.has_scale_section and is_joined(
         layout.block_size, layout.num_kv_heads, layout.head_dim, layout.data_section_bytes
     )
 
@@ -68,7 +68,7 @@ def is_joined_layout(layout: CacheLayout) -> bool:
 def strides_of(layout: CacheLayout, value_layout: CacheLayout) -> tuple[int, int, int, int]:
     """Bytes between blocks of K and of V, and from a block to its scales, 0 where it has none."""
     both = (layout, value_layout)
-    k_section, v_section = (x.data_section_bytes if x.format == NVFP4 else 0 for x in both)
+    k_section, v_section = (x.data_section_bytes if x.format.has_scale_section else 0 for x in both)
     return layout.block_stride_bytes, value_layout.block_stride_bytes, k_section, v_section
 
 

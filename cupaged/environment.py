@@ -70,7 +70,12 @@ CUDA_VISIBLE_DEVICES = Variable(
     "CUDA_VISIBLE_DEVICES", "all", "Which GPUs there are, and in which order; the driver reads it.", "CUDA"
 )
 NO_COLOR = Variable("NO_COLOR", "off", "Anything: no colour, whatever the output goes to.", "command line")
-FORCE_COLOR = Variable("FORCE_COLOR", "off", "Anything: colour, also into a pipe or a file.", "command line")
+FORCE_COLOR = Variable(
+    "FORCE_COLOR",
+    "off",
+    "Anything: errors in colour, also into a pipe or a file; tables and progress there stay plain.",
+    "command line",
+)
 COMMIT = Variable(
     "CUPAGED_COMMIT",
     "what `git` says",

@@ -312,10 +312,8 @@ class KernelLaunch:
             self._kernel.check_array(len(self._values), pointer)
             try:
                 address = self._gpu.pointer(pointer)
-            except ArgumentTypeError as error:
-                raise ArgumentTypeError(f"{self._name()}: {error}") from None
-            except ArgumentValueError as error:
-                raise ArgumentValueError(f"{self._name()}: {error}") from None
+            except (ArgumentTypeError, ArgumentValueError) as error:
+                raise type(error)(f"{self._name()}: {str(error).removeprefix('pointer: ')}") from None
             if not 0 <= address < 1 << 64:
                 raise self._bad_value("ptr", address)
         if self._objects is None:

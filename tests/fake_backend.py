@@ -148,7 +148,9 @@ class FakeBackend(HandleFactory):
             return value.address
         if isinstance(value, np.integer):
             return int(value)
-        raise ArgumentTypeError(f"pointer: got {type(value).__name__}, allowed: int, DevicePtr, NumPy array")
+        raise ArgumentTypeError(
+            f"pointer: got {type(value).__name__}, allowed are an array, DevicePtr, an int address"
+        )
 
     def views(self, pointers: Sequence[Any]) -> tuple[Any, ...] | None:
         return memory.views(pointers)

@@ -27,6 +27,7 @@ from cupaged.formats import BF16, FORMATS, FP8, CacheLayout
 from cupaged.grid_rules import buffer_rules, grid_rules
 from cupaged.registry import KernelEntry, entries, limits_of_capability
 from cupaged.registry.decode import planned_spec
+from cupaged.source import KernelSource
 from tests.fake_backend import FakeBackend
 from tests.surroundings import FakeCuda
 from tests.test_nvrtc import SHAPES, VARIANTS, needs_nvrtc
@@ -198,6 +199,84 @@ def test_what_is_wrong_with_a_folder(folder: Path, tmp_path: Path, no_nvrtc: Fak
     assert no_nvrtc.loaded == []
 
 
+@pytest.fixture
+def no_code(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Compiling without NVRTC, to other bytes each time; how often a key was compiled."""
+    counts: dict[str, int] = {}
+
+    def compiled(source: KernelSource, target: nvrtc.Target) -> bytes:
+        key = prebuilt.key_of(source, target.arch)
+        counts[key] = counts.get(key, 0) + 1
+        return f"{key} {counts[key]}".encode()
+
+    monkeypatch.setattr(nvrtc, "version_text", lambda: "13.0")
+    monkeypatch.setattr(nvrtc, "compile_source", compiled)
+    return counts
+
+
+def assert_whole(folder: Path) -> dict[str, Any]:
+    """Each kernel is there once, each file is of a kernel and is what the manifest says."""
+    manifest = manifest_of(folder)
+    kernels = manifest["kernels"]
+    assert len({(kernel["key"], kernel["entry"]) for kernel in kernels}) == len(kernels)
+    assert {path.name for path in folder.iterdir()} == {"manifest.json"} | {k["cubin"] for k in kernels}
+    for kernel in kernels:
+        assert hashlib.sha256((folder / kernel["cubin"]).read_bytes()).hexdigest() == kernel["sha256"]
+    return manifest
+
+
+def test_a_second_set_joins_the_first(no_code: dict[str, int], tmp_path: Path, no_nvrtc: FakeCuda) -> None:
+    bf16 = KernelSet().add_model(**MODEL, formats=("bf16",))
+    fp8 = KernelSet().add_model(**MODEL, formats=("fp8",))
+    first = bf16.save(tmp_path, [ARCH, ARCH])
+    assert set(no_code.values()) == {1}
+    both = fp8.save(tmp_path, [ARCH, "sm_80"])
+    assert assert_whole(tmp_path) == both
+    assert both["sources"].keys() > first["sources"].keys()
+    archs = {(kernel["entry"], kernel["arch"]) for kernel in both["kernels"]}
+    assert {(entry, ARCH) for entry in ("reshape_and_cache_bf16", "reshape_and_cache_fp8")} <= archs
+    assert ("reshape_and_cache_fp8", "sm_80") in archs
+    assert ("reshape_and_cache_bf16", "sm_80") not in archs
+    assert {*no_code.values()} == {1, 2}  # what both read blocks with
+    ahead.load(tmp_path)
+    gpu = CupyBackend()
+    for fmt in ("bf16", "fp8"):
+        gpu.kernel(f"reshape_and_cache_{fmt}", f"reshape_and_cache_{fmt}").warm(head_dim=64, block_size=16)
+    assert len(no_nvrtc.loaded) == 2
+
+
+def test_entries_of_one_file_stay_together(no_code: dict[str, int], tmp_path: Path) -> None:
+    KernelSet().add_kernel("cache_blocks", "gather_tokens_f32").save(tmp_path, [ARCH])
+    both = KernelSet().add_kernel("cache_blocks", "gather_tokens_bf16").save(tmp_path, [ARCH])
+    assert assert_whole(tmp_path) == both
+    assert [kernel["entry"] for kernel in both["kernels"]] == ["gather_tokens_f32", "gather_tokens_bf16"]
+    assert set(no_code.values()) == {2}
+
+
+def test_folders_that_a_set_cannot_join(no_code: dict[str, int], tmp_path: Path) -> None:
+    kernels = KernelSet().add_kernel("bf16_absmax", "bf16_absmax")
+    file, folder = tmp_path / "file", tmp_path / "set"
+    file.write_text("")
+    for target in (file, file / "below"):
+        with pytest.raises(ArgumentValueError, match=f"^folder: got {target}, allowed is one that can be"):
+            kernels.save(target, [ARCH])
+    assert not no_code
+    manifest = kernels.save(folder, [ARCH])
+    no_code.clear()
+    path, content = folder / "manifest.json", (folder / "manifest.json").read_text()
+    for changed, match in (
+        ({"format": 2}, "a manifest of format 2; allowed is 1"),
+        ({"sources": {"bf16_absmax.cu": "0" * 64}}, "whose kernels come from other sources than"),
+        ({"kernels": [manifest["kernels"][0] | {"cubin": "gone.cubin"}]}, r"names gone\.cubin, which is not"),
+    ):
+        path.write_text(json.dumps(manifest | changed))
+        with pytest.raises(ArgumentValueError, match=f"^folder: got {folder}.*{match}"):
+            kernels.save(folder, [ARCH])
+    assert not no_code
+    path.write_text(content)
+    assert kernels.save(folder, [ARCH])["kernels"][0]["key"] in no_code
+
+
 def test_a_manifest_alone_is_enough_to_launch(folder: Path) -> None:
     """Parameters, block, grid and shared memory of a decode, as the package launches it."""
     manifest = manifest_of(folder)
@@ -255,6 +334,9 @@ def test_what_a_set_refuses(tmp_path: Path) -> None:
         kernels.add_kernel("bf16_absmax", "nothing")
     for arch in ("compute_90", "sm_", "90"):
         with pytest.raises(ArgumentValueError, match=f"arch: got '{arch}'"):
+            kernels.sources(arch)
+    for arch in ("sm_70", "sm_75", "sm_9a"):
+        with pytest.raises(ArgumentValueError, match=f"arch: got '{arch}', allowed are sm_80 and later"):
             kernels.sources(arch)
     with pytest.raises(ArgumentTypeError, match="archs: got 'sm_90a'"):
         kernels.save(tmp_path, "sm_90a")

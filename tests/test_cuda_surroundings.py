@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cupaged.backends.cupy import CupyBackend, installation, nvrtc
-from cupaged.backends.cupy.installation import Driver
+from cupaged.backends.cupy.installation import Driver, Gpu
 from cupaged.errors import BackendUnavailableError
 from cupaged.source import KernelSource, kernels_dir
 from tests.surroundings import (
@@ -94,7 +94,8 @@ pathfinder.load_nvidia_dynamic_lib = no
     message = err.splitlines()[-1]
     assert "NVRTC, CUDA's run-time compiler, cannot be loaded (libnvrtc.so.12 not found" in message
     assert "CUDA_PATH is '/opt/elsewhere'" in message
-    assert f"pip install '{installation.package()}[cuda12]'" in message
+    extra = "cuda1[23]" if installation.driver().gpus else "nvrtc"
+    assert re.search(rf"pip install '{re.escape(installation.package())}\[{extra}\]'", message)
 
 
 def test_nvrtc_without_its_other_half(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +116,18 @@ def test_nvrtc_without_its_other_half(cuda: FakeCuda, monkeypatch: pytest.Monkey
         nvrtc.compile_source(source, nvrtc.Target("sm_80"))
 
 
+def test_a_log_ends_with_its_text(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC's own ends with a zero byte."""
+    binding = sys.modules["cupy_backends.cuda.libs.nvrtc"]
+    for name, result in {
+        "createProgram": 1, "destroyProgram": None, "compileProgram": None, "getCUBIN": b"code",
+        "getProgramLog": "a remark\n\0",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(binding, name, lambda *_, result=result: result, raising=False)
+    source = KernelSource(kernels_dir() / "bf16_absmax.cu", "bf16_absmax", ())
+    assert nvrtc.compile_with_log(source, nvrtc.Target("sm_80")) == (b"code", "a remark\n")
+
+
 def test_cupy_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "wheels", lambda: ())
     for name in ("cupy", "cupy_backends", "cupy_backends.cuda.libs"):
@@ -122,8 +135,21 @@ def test_cupy_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"CuPy is not installed .*pip install '\.\[cuda12\]'.*cupaged.EmulatorBackend"
     with pytest.raises(BackendUnavailableError, match=message):
         CupyBackend()
+    monkeypatch.setattr(installation, "driver", lambda: Driver((12, 9), (Gpu("a GPU", (9, 0)),), ""))
     with pytest.raises(BackendUnavailableError, match=message):
         nvrtc.version_text()
+
+
+def test_what_a_compiler_without_a_gpu_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra for compiling alone, and not a word of running kernels."""
+    monkeypatch.setattr(installation, "wheels", lambda: ())
+    monkeypatch.setattr(installation, "driver", lambda: Driver(None, (), "no NVIDIA driver found"))
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
+    with pytest.raises(BackendUnavailableError, match="CuPy is not installed") as caught:
+        nvrtc.version_text()
+    assert str(caught.value).endswith(
+        f"); to compile without a GPU: pip install '{installation.package()}[nvrtc]'"
+    )
 
 
 def test_cupy_is_half_installed(tmp_path: Path) -> None:

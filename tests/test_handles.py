@@ -336,7 +336,7 @@ class Unstrided:
 
 
 def test_arrays_without_strides_are_contiguous(gpu: FakeBackend) -> None:
-    with pytest.raises(ArgumentTypeError, match="paged_decode_attn_bf16: q: pointer: got Unstrided"):
+    with pytest.raises(ArgumentTypeError, match="paged_decode_attn_bf16: q: got Unstrided"):
         offer(gpu, DECODE, 0, Unstrided(WIDE))  # past the checks: this backend does not know the type
     with pytest.raises(ArgumentTypeError, match="q: got dtype float32"):
         offer(gpu, DECODE, 0, Unstrided(np.zeros(1, np.float32)))

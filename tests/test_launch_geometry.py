@@ -109,6 +109,6 @@ def test_missing_files_and_entries_are_kernel_source_errors(gpu: FakeBackend, tm
     with pytest.raises(KernelSourceError, match=r"k_\.cu: no entry .*void other"):
         gpu.kernel(tmp_path / "k_.cu", "other")
     with pytest.raises(
-        KernelSourceError, match=r"no kernel bf16_absmax:nothing; there are .*bf16_absmax:bf16"
+        KernelSourceError, match=r"no kernel bf16_absmax:nothing; the nearest are .*bf16_absmax:bf16"
     ):
         gpu.kernel("bf16_absmax", "nothing")

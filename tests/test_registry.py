@@ -84,10 +84,16 @@ def test_every_entry_in_the_sources_is_registered() -> None:
         assert len(declarations) == len(ENTRIES[path.stem])
 
 
-@pytest.mark.parametrize(("module", "entry"), [("bf16_absmax", "x"), ("", "")])
+@pytest.mark.parametrize(("module", "entry"), [("zz", "qq"), ("", "")])
 def test_an_unknown_kernel_is_named_with_those_there_are(module: str, entry: str) -> None:
     with pytest.raises(KernelSourceError, match=f"no kernel {module}:{entry}; there are bf16_absmax:bf16"):
         find(module, entry)
+
+
+def test_a_typo_is_answered_with_the_nearest_names() -> None:
+    right = "; the nearest are bf16_absmax:bf16_absmax, bf16_absmax:bf16_absmax_rows$"
+    with pytest.raises(KernelSourceError, match=right):
+        find("bf16_absmx", "bf16_absmx")
 
 
 def test_an_entry_of_another_module_is_shown_where_it_is() -> None:

@@ -23,11 +23,14 @@ def add(commands: Commands) -> None:
         summary="compile kernels ahead of time, for GPUs that are not here",
         description="Compiles what the attention of a model needs (decoder, writers, reading and copying of\n"
         "blocks) into a folder of cubins with a manifest. Needs NVRTC and no GPU. A program on a machine\n"
-        "without NVRTC calls cupaged.ahead.load(FOLDER) before it makes a CupyBackend.",
+        "without NVRTC calls cupaged.ahead.load(FOLDER) before it makes a CupyBackend. Kernels that FOLDER\n"
+        "has already stay; equal ones are replaced. NVRTC without a GPU is the extra nvrtc.",
         examples="  %(prog)s kernels/ --q-heads 32 --kv-heads 8 --head-dim 128 --arch sm_90a\n"
         "  %(prog)s kernels/ --formats fp8 nvfp4 --arch sm_80 sm_90a --block-size 32",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is missing")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="made where it is missing, added to where it has kernels"
+    )
     parser.add_argument("--q-heads", type=positive, default=32, metavar="N", help="query heads (32)")
     add_shape(parser)
     add_formats(parser)
@@ -45,7 +48,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     from cupaged.ahead import KernelSet  # for this command alone
 
     kernels = KernelSet()
-    for name in options.formats:
+    for name in dict.fromkeys(options.formats):
         layout = CacheLayout(
             cache_format(name),
             options.kv_heads,

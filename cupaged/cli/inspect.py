@@ -10,7 +10,9 @@ from cupaged.cli.parsing import Commands, add_format, add_shape, command, not_ne
 from cupaged.cli.pool_map import Place, locate, row_of
 from cupaged.cli.status import DONE
 from cupaged.cli.terminal import Terminal
+from cupaged.errors import ArgumentValueError
 from cupaged.formats import CacheLayout, cache_format
+from cupaged.kv.layouts import checked_layouts
 
 _SHOWN = 6  # rows or columns of a picture
 _GAP = "..."
@@ -74,6 +76,10 @@ def _layout(options: argparse.Namespace) -> CacheLayout:
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
     """Print the layout and one place in it."""
     layout = _layout(options)
+    try:
+        checked_layouts(layout, None)
+    except ArgumentValueError as error:
+        terminal.note(f"warning: no kernel takes this layout: {str(error).removeprefix('layout: its ')}")
     place = locate(layout, options.token, options.head, options.element, options.table)
     if options.json:
         terminal.line(json.dumps(_content(layout, place), indent=2))

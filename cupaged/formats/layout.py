@@ -35,8 +35,13 @@ class CacheFormat:
         """Bytes of one token of one head in the scale section; 0 for formats without one."""
         return head_dim // NVFP4_GROUP if self.name == "nvfp4" else 0
 
+    @property
+    def has_scale_section(self) -> bool:
+        """Whether scales lie behind the values of a block."""
+        return self.scale_bytes(self.head_dim_multiple) > 0
 
-_NVFP4_BLOCK_ALIGNMENT = 16  # bytes; blocks of the other formats have it by their sizes
+
+_SECTION_ALIGNMENT = 16  # bytes; blocks without a scale section have it by their sizes
 
 BF16 = CacheFormat("bf16", BFLOAT16, 2)
 FP8 = CacheFormat("fp8", np.dtype(np.uint8), 2)
@@ -53,7 +58,7 @@ def cache_format(name: str) -> CacheFormat:
     for candidate in FORMATS:
         if candidate.name == name:
             return candidate
-    raise ArgumentValueError(f"format is {name!r}; allowed are {', '.join(f.name for f in FORMATS)}")
+    raise ArgumentValueError(f"format: got {name!r}, allowed are {', '.join(f.name for f in FORMATS)}")
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,12 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, CacheFormat):
-            raise ArgumentTypeError(f"format is {self.format!r}; allowed are BF16, FP8 and NVFP4")
+            raise ArgumentTypeError(f"format: got {self.format!r}, allowed are BF16, FP8 and NVFP4")
         _check_size("num_kv_heads", self.num_kv_heads)
         _check_size("head_dim", self.head_dim, multiple=self.format.head_dim_multiple)
         _check_size("block_size", self.block_size)
         if not isinstance(self.heads_first, bool):
-            raise ArgumentTypeError(f"heads_first is {self.heads_first!r}; allowed are True and False")
+            raise ArgumentTypeError(f"heads_first: got {self.heads_first!r}, allowed are True and False")
         self._check_data_section()
         self._check_block_stride()
 
@@ -104,10 +109,10 @@ class CacheLayout:
         override = self.data_section_override
         if override is None:
             return
-        if self.format != NVFP4:
+        if not self.format.has_scale_section:
             raise ArgumentValueError(
-                f"data_section_override is {override}; {self.format.name} has no scale section, "
-                "only None is allowed"
+                f"data_section_override: got {override}, allowed is None: {self.format.name} has no scale "
+                "section"
             )
         _check_size("data_section_override", override, minimum=self._tight_data_bytes)
 
@@ -148,7 +153,7 @@ class CacheLayout:
         """Bytes from one block to the next."""
         if self.block_stride_override is not None:
             return self.block_stride_override
-        alignment = _NVFP4_BLOCK_ALIGNMENT if self.format == NVFP4 else 1
+        alignment = _SECTION_ALIGNMENT if self.format.has_scale_section else 1
         return -(-self.block_bytes // alignment) * alignment
 
     @property
@@ -168,7 +173,7 @@ class CacheLayout:
         ``[num_blocks, cache_stride]``.
         """
         _check_size("num_blocks", num_blocks, minimum=0)
-        if self.format == NVFP4 or self.block_stride_bytes != self.block_bytes:
+        if self.format.has_scale_section or self.block_stride_bytes != self.block_bytes:
             return (num_blocks, self.cache_stride)
         if self.heads_first:
             return (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
@@ -202,9 +207,8 @@ def _check_size(name: str, value: int, *, minimum: int = 1, multiple: int = 1) -
     except TypeError:
         size = None
     if size is None or isinstance(value, bool):
-        raise ArgumentTypeError(
-            f"{name} is {value!r} of type {type(value).__name__}; only integers are allowed"
-        )
+        raise ArgumentTypeError(f"{name}: got {value!r} of type {type(value).__name__}, allowed is an int")
     if size < minimum or size % multiple:
-        rule = f" and a multiple of {multiple}" if multiple > 1 else ""
-        raise ArgumentValueError(f"{name} is {size}; it must be at least {minimum}{rule}")
+        rule = f"a multiple of {multiple}, " if multiple > 1 else ""
+        least = -(-minimum // multiple) * multiple
+        raise ArgumentValueError(f"{name}: got {size}, allowed is {rule}{least} or more")

@@ -62,7 +62,7 @@ def block_sections(pool: npt.NDArray[Any], layout: CacheLayout) -> tuple[npt.NDA
     raw = pool.reshape(-1).view(np.uint8)
     bits = _BITS[layout.format.name]
     data = _section(raw, bits, layout, num_blocks, 0, layout.format.data_bytes(layout.head_dim))
-    if layout.format != NVFP4:
+    if not layout.format.has_scale_section:
         return (data,)
     scale_bytes = layout.format.scale_bytes(layout.head_dim)
     return data, _section(raw, bits, layout, num_blocks, layout.data_section_bytes, scale_bytes)
@@ -177,6 +177,7 @@ def _encode(layout: CacheLayout, values: npt.NDArray[Any], scale: object) -> tup
     if layout.format == BF16:
         _require_unit_scale(layout, scale)
         return (encode_bf16(values),)
+    _require_nvfp4(layout)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         scaled = as_float32("values", values) / checked_scales("scale", _head_scales(layout, scale))
     return quantize_nvfp4(scaled)
@@ -190,6 +191,7 @@ def _decode(
     if layout.format == BF16:
         _require_unit_scale(layout, scale)
         return decode_bf16(rows[0])
+    _require_nvfp4(layout)
     with np.errstate(over="ignore", under="ignore"):
         product: npt.NDArray[np.float32] = dequantize_nvfp4(*rows) * checked_scales(
             "scale", _head_scales(layout, scale)
@@ -206,6 +208,11 @@ def _head_scales(layout: CacheLayout, scale: object) -> object:
             f"scale has shape {scale.shape}; allowed are () and ({layout.num_kv_heads},)"
         )
     return scale[:, None]
+
+
+def _require_nvfp4(layout: CacheLayout) -> None:
+    if layout.format != NVFP4:
+        raise ArgumentValueError(f"format: got {layout.format.name!r}, allowed are bf16, fp8 and nvfp4")
 
 
 def _require_unit_scale(layout: CacheLayout, scale: object) -> None:

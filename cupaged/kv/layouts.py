@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import NVFP4, CacheLayout
+from cupaged.formats import CacheLayout
 from cupaged.registry.rules import check_block_size, check_head_dim
 
 _COPY_BYTES = 16  # one copy of a lane; sections and blocks begin at multiples of it
@@ -37,7 +37,7 @@ def _check_kernels(name: str, layout: CacheLayout) -> None:
     except ArgumentValueError as error:
         raise ArgumentValueError(f"{name}: its {error}") from None
     places = [("block_stride_bytes", layout.block_stride_bytes, "block_stride_override")]
-    if layout.format == NVFP4:
+    if layout.format.has_scale_section:
         places.append(("data_section_bytes", layout.data_section_bytes, "data_section_override"))
     for field, value, override in places:
         if value % _COPY_BYTES:

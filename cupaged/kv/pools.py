@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import NVFP4, CacheLayout
+from cupaged.formats import CacheLayout
 from cupaged.launch import as_integer
 from cupaged.pointers import DevicePtr
 from cupaged.registry import DTYPES, dtype_names
@@ -94,7 +94,7 @@ def _check_block_shape(name: str, shape: tuple[int, ...], itemsize: int, layout:
     block = (layout.block_size, layout.num_kv_heads, layout.head_dim)
     if layout.heads_first:
         block = (layout.num_kv_heads, layout.block_size, layout.head_dim)
-    if layout.format != NVFP4 and len(shape) == 4 and shape[1:] != block:
+    if not layout.format.has_scale_section and len(shape) == 4 and shape[1:] != block:
         raise ArgumentValueError(f"{name}: got shape {shape}, the layout says [num_blocks, {block}]")
     if math.prod(shape[1:]) * itemsize < layout.block_bytes:
         raise ArgumentValueError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.formats import NVFP4, CacheLayout
+from cupaged.formats import CacheLayout
 from cupaged.pointers import DevicePtr
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class HostBlocks:
 def _tight(layout: CacheLayout) -> CacheLayout:
     """The layout without gaps, sections and blocks at multiples of 16 bytes, as kernels copy them."""
     plain = dataclasses.replace(layout, block_stride_override=None, data_section_override=None)
-    if layout.format == NVFP4:
+    if layout.format.has_scale_section:
         section = _multiple_of_16(plain.data_section_bytes)
         plain = dataclasses.replace(plain, data_section_override=section)
     return dataclasses.replace(plain, block_stride_override=_multiple_of_16(plain.block_bytes))

@@ -7,6 +7,8 @@ read it; nothing else holds launch numbers.
 
 from __future__ import annotations
 
+import difflib
+
 from cupaged.errors import KernelSourceError
 from cupaged.registry import checks, decode, direct, tiled, upkeep
 from cupaged.registry.entry import (
@@ -60,6 +62,8 @@ _ENTRIES: dict[tuple[str, str], KernelEntry] = {
     for entry in (*direct.ENTRIES, *tiled.ENTRIES, *decode.ENTRIES, *checks.ENTRIES, *upkeep.ENTRIES)
 }
 
+_MOST_NEAREST = 3
+
 
 def entries() -> tuple[KernelEntry, ...]:
     """Every kernel of the package."""
@@ -70,7 +74,7 @@ def find(module: str, entry: str) -> KernelEntry:
     """The package's kernel of that module and entry.
 
     Raises:
-        KernelSourceError: there is none; the message lists those there are.
+        KernelSourceError: there is none; the message has the nearest names, or all where none is near.
     """
     try:
         return _ENTRIES[module, entry]
@@ -79,5 +83,8 @@ def find(module: str, entry: str) -> KernelEntry:
         if homes:
             hint = f'did you mean gpu.kernel("{homes[0]}", "{entry}")?'
         else:
-            hint = "there are " + ", ".join(f"{m}:{e}" for m, e in sorted(_ENTRIES))
+            names = {f"{m}:{e}": m for m, e in sorted(_ENTRIES)}
+            near = [name for name, m in names.items() if m == module]
+            near = near or difflib.get_close_matches(f"{module}:{entry}", names, _MOST_NEAREST)
+            hint = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(names)}"
         raise KernelSourceError(f"no kernel {module}:{entry}; {hint}") from None

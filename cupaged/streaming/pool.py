@@ -7,6 +7,7 @@ from typing import Any
 
 from cupaged import ops
 from cupaged.errors import ArgumentValueError
+from cupaged.formats import CacheLayout
 from cupaged.ops._checks import check_shape, check_size
 from cupaged.pointers import DevicePtr
 from cupaged.streaming.device import Bytes, Device
@@ -99,21 +100,24 @@ class RecordPool:
         """New tokens, contiguous, into slots: record * block_size + offset."""
         layout, pool = self._shape.layout, self._shape.pool
         row = layout.num_kv_heads * layout.head_dim
-        name = layout.format.name
-        behind: tuple[int, ...] = ()
-        keywords: dict[str, Any] = {"num_blocks": self.num_records}
-        if name == "fp8":
-            behind = (pool.cache_stride,)
-        elif name == "nvfp4":
-            behind = (pool.block_stride_bytes, pool.data_section_bytes)
-        else:
-            keywords["cache_stride"] = pool.cache_stride
+        scales, behind, keywords = self._format_arguments(pool)
         self._write(
             self._gpu, self._writer, key, value, *self._shape.pools(self.address, self.num_records),
             DevicePtr(slot_mapping, 8 * num_tokens),
             num_tokens, layout.num_kv_heads, layout.head_dim, layout.block_size,
-            *(self._scales if name == "fp8" else ()), row, row, *behind, stream, **keywords,
+            *scales, row, row, *behind, stream, num_blocks=self.num_records, **keywords,
         )  # fmt: skip
+
+    def _format_arguments(
+        self, pool: CacheLayout
+    ) -> tuple[tuple[float, ...], tuple[int, ...], dict[str, int]]:
+        """What the writer of the format takes before the row strides, after them, and by keyword."""
+        by_format: dict[str, tuple[tuple[float, ...], tuple[int, ...], dict[str, int]]] = {
+            "bf16": ((), (), {"cache_stride": pool.cache_stride}),
+            "fp8": (self._scales, (pool.cache_stride,), {}),
+            "nvfp4": ((), (pool.block_stride_bytes, pool.data_section_bytes), {}),
+        }
+        return by_format[pool.format.name]
 
 
 def check_tight_rows(name: str, array: Any, count: int, row: tuple[int, int]) -> None:

@@ -23,7 +23,10 @@ def check_scales(name: str, k_scale: float | None, v_scale: float | None) -> tup
     """
     if name != "fp8":
         if k_scale is not None or v_scale is not None:
-            raise ArgumentValueError(f"k_scale, v_scale: got {k_scale}, {v_scale}; a {name} cache has none")
+            raise ArgumentValueError(
+                f"k_scale, v_scale: got {k_scale}, {v_scale}; streaming takes them for an fp8 cache alone, "
+                f"this one is {name}"
+            )
         return 1.0, 1.0
     if k_scale is None or v_scale is None:
         raise ArgumentValueError(

@@ -45,6 +45,7 @@ def test_a_folder_of_kernels(has_nvrtc: None, tmp_path: Path, capsys: pytest.Cap
     ("arguments", "message"),
     [
         (["--arch", "hopper"], "arch: got 'hopper', allowed are sm_NN"),
+        (["--arch", "sm_90a", "sm_70"], "arch: got 'sm_70', allowed are sm_80 and later"),
         (["--q-heads", "3", "--kv-heads", "2"], "num_q_heads must be a positive multiple"),
         (["--query-tokens", "9"], "query_tokens: got 9, allowed is 1 to 8"),
     ],
@@ -56,6 +57,28 @@ def test_refusals(
     assert cli.main(["compile", str(folder), "--formats", "bf16", *arguments]) == USAGE
     assert message in capsys.readouterr().err
     assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert cli.main(["compile", str(file), *SMALL, "--formats", "bf16"]) == USAGE
+    assert capsys.readouterr().err.startswith(f"folder: got {file}, allowed is one that can be made")
+
+
+def test_what_is_named_twice_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cupaged.backends.cupy import nvrtc
+
+    monkeypatch.setattr(nvrtc, "version_text", lambda: "13.0")
+    monkeypatch.setattr(nvrtc, "compile_source", lambda source, target: b"code")
+    tables = []
+    for i, times in enumerate((1, 2)):
+        twice = ["--formats", *["bf16"] * times, "--arch", *["sm_80"] * times]
+        assert cli.main(["compile", str(tmp_path / str(i)), *SMALL, *twice]) == DONE
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
 
 
 def test_no_nvrtc(

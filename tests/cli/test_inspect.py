@@ -155,10 +155,34 @@ def test_a_picture_of_many_rows_is_short(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "message"),
     [
         (["--head", "8"], "head: got 8, allowed is 0 to 7"),
-        (["--data-section", "64"], "data_section_override is 64; bf16 has no scale section"),
-        (["--format", "nvfp4", "--head-dim", "24"], "head_dim is 24"),
+        (["--data-section", "64"], "data_section_override: got 64, allowed is None: bf16 has no scale"),
+        (["--format", "nvfp4", "--head-dim", "24"], "head_dim: got 24, allowed is a multiple of 16"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", *arguments]) == USAGE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--head-dim", "72"], "head_dim: got 72, allowed are 16, 32"),
+        (["--block-size", "1000", "--json"], "block_size: got 1000, allowed is 1 to 256"),
+        (["--format", "fp8", "--block-stride", "16400"], ""),
+        (
+            ["--format", "fp8", "--block-stride", "16392"],
+            "block_stride_bytes is 16392, which must be a multiple",
+        ),
+    ],
+)
+def test_a_layout_that_no_kernel_takes(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is shown all the same, with a line that says so."""
+    assert cli.main(["inspect", *arguments]) == DONE
+    captured = capsys.readouterr()
+    assert captured.out
+    warnings = captured.err.splitlines()
+    assert len(warnings) == bool(message)
+    assert all(line.startswith(f"warning: no kernel takes this layout: {message}") for line in warnings)

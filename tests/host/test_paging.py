@@ -75,7 +75,7 @@ class TestLayout:
         if allowed:
             assert CacheLayout(fmt, 2, head_dim, 16).head_dim == head_dim
         else:
-            with pytest.raises(ArgumentValueError, match=f"head_dim is {head_dim}; .*multiple of"):
+            with pytest.raises(ArgumentValueError, match=f"head_dim: got {head_dim}, .*multiple of"):
                 CacheLayout(fmt, 2, head_dim, 16)
 
     @by_format
@@ -83,24 +83,24 @@ class TestLayout:
     @pytest.mark.parametrize("value", [0, -16])
     def test_sizes_must_be_positive(self, fmt: CacheFormat, name: str, value: int) -> None:
         sizes = {"num_kv_heads": 2, "head_dim": 32, "block_size": 4} | {name: value}
-        with pytest.raises(ArgumentValueError, match=f"{name} is {value}"):
+        with pytest.raises(ArgumentValueError, match=f"{name}: got {value}, allowed is"):
             CacheLayout(fmt, **sizes)
 
     @pytest.mark.parametrize("value", [16.0, "16", True, None])
     def test_sizes_must_be_integers(self, value: Any) -> None:
-        with pytest.raises(ArgumentTypeError, match="block_size is"):
+        with pytest.raises(ArgumentTypeError, match="block_size: got"):
             CacheLayout(BF16, 2, 32, value)
         assert CacheLayout(BF16, 2, 32, int(np.int64(16))).block_size == 16
 
     def test_override_rules(self) -> None:
-        with pytest.raises(ArgumentValueError, match=r"block_stride_override is 255; .*256"):
+        with pytest.raises(ArgumentValueError, match="block_stride_override: got 255, allowed is 256"):
             CacheLayout(FP8, 2, 32, 4, block_stride_override=255)
-        with pytest.raises(ArgumentValueError, match=r"block_stride_override is 1025; .*multiple of 2"):
+        with pytest.raises(ArgumentValueError, match=r"block_stride_override: got 1025, .*multiple of 2"):
             CacheLayout(BF16, 2, 32, 4, block_stride_override=1025)
         assert CacheLayout(BF16, 2, 32, 4, block_stride_override=1024).cache_stride == 512
         with pytest.raises(ArgumentValueError, match="fp8 has no scale section"):
             CacheLayout(FP8, 2, 32, 4, data_section_override=256)
-        with pytest.raises(ArgumentValueError, match="data_section_override is 127"):
+        with pytest.raises(ArgumentValueError, match="data_section_override: got 127, allowed is 128"):
             CacheLayout(NVFP4, 2, 32, 4, data_section_override=127)
 
     @by_format
@@ -109,9 +109,9 @@ class TestLayout:
         assert CacheLayout(copy.deepcopy(fmt), 2, 32, 4) == CacheLayout(fmt, 2, 32, 4)
 
     def test_unknown_formats(self) -> None:
-        with pytest.raises(ArgumentValueError, match="'int8'; allowed are bf16, fp8, nvfp4"):
+        with pytest.raises(ArgumentValueError, match="'int8', allowed are bf16, fp8, nvfp4"):
             cache_format("int8")
-        with pytest.raises(ArgumentTypeError, match="format is 'bf16'"):
+        with pytest.raises(ArgumentTypeError, match="format: got 'bf16'"):
             CacheLayout("bf16", 2, 32, 4)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cupaged import KVCache, ops
 from cupaged.decode import Decoder
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, CheckedModeError
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
 from tests.fake_backend import FakeBackend
 from tests.kernels.test_cascade import HEADS, SCALE, Shared, shared
@@ -111,6 +111,14 @@ def test_formats_of_their_own(rig: Rig) -> None:
     assert_matches(rig.download_bf16(out), case.expected(case.queries())[0])
 
 
+def test_checked_mode_names_the_result_as_it_was_given(rig: Rig, case: Shared) -> None:
+    good = arrays(case)
+    decoder = Decoder.for_cache(case.cache, HEADS, 4, checked=True)
+    with pytest.raises(CheckedModeError, match=r"^out: bytes .* share memory with q,") as caught:
+        decoder.decode(**good | {"out": good["q"]})
+    assert caught.value.array == "out"
+
+
 def test_no_sequences(rig: Rig, case: Shared, decoder: Decoder) -> None:
     gpu = rig.gpu
     out = decoder.decode(
@@ -136,8 +144,8 @@ def test_what_is_refused(rig: Rig, case: Shared, decoder: Decoder) -> None:
         ({"block_tables": gpu.zeros((4, 6), np.int32)[:, ::2]}, "^block_tables: got strides"),
         ({"block_tables": gpu.zeros((4, 6), np.int64)[:, :3]}, "^block_tables: got dtype int64"),
         ({"out": gpu.zeros((4, HEADS * 64), np.uint16)}, "^out: got shape"),
-        ({"out": gpu.zeros((4, HEADS, 64), np.float16)}, "^output: got dtype float16"),
-        ({"out": gpu.zeros((4, HEADS, 80), np.uint16)[..., :64]}, "output: got strides"),
+        ({"out": gpu.zeros((4, HEADS, 64), np.float16)}, "^out: got dtype float16"),
+        ({"out": gpu.zeros((4, HEADS, 80), np.uint16)[..., :64]}, r"(^|: )out: got strides"),
         ({"lse": gpu.zeros((4, HEADS - 1), np.float32)}, "^lse: got shape"),
     ):  # fmt: skip
         with pytest.raises((ArgumentValueError, ArgumentTypeError), match=match):
@@ -148,6 +156,12 @@ def test_what_is_refused(rig: Rig, case: Shared, decoder: Decoder) -> None:
          "^num_seqs: .*unexpected.*decode\\(q, cache, ...\\) takes q"),
         (lambda: decoder.decode(q, case.cache, tables, lengths), "^stream: missing"),
         (lambda: decoder.decode(q, case.cache, tables, stream=rig.stream), "^seq_lens: missing"),
+        (lambda: decoder.decode(q, tables, lengths, stream=rig.stream),
+         rf"^cache: got {type(tables).__name__}, allowed is a KVCache \(or both pools and num_seqs=, max_bl"),
+        (lambda: decoder.decode(q, cache=tables, block_tables=tables, seq_lens=lengths, stream=rig.stream),
+         f"^cache: got {type(tables).__name__}, allowed is a KVCache"),
+        (lambda: decoder.decode(q, stream=rig.stream), "^cache: got nothing, allowed is a KVCache"),
+        (lambda: decoder.decode(case.cache, q, tables, lengths, stream=rig.stream), "^q: got KVCache"),
         (lambda: decoder.decode(q, 1 << 20, 1 << 20, tables, lengths, q, num_seqs=4, max_blocks_per_seq=3),
          "^stream: missing.*decode\\(q, k_cache, v_cache, ...\\) takes q"),
         (lambda: decoder.decode(q, case.cache, tables, lengths, None, 0, stream=0), "too many positional"),

@@ -129,7 +129,7 @@ def test_layouts_that_no_kernel_takes(rig: Rig) -> None:
     key = rig.upload(np.full((1, 3, 16), 0x40C0, np.uint16))  # 6.0, which the format holds exactly
     cache.write(key, key, rig.upload(np.array([1])), stream=rig.stream)
     assert (rig.download(cache.gather([1], 1, stream=rig.stream)[0]) == 6.0).all()
-    with pytest.raises(ArgumentTypeError, match="heads_first is 'no'"):
+    with pytest.raises(ArgumentTypeError, match="heads_first: got 'no'"):
         CacheLayout(BF16, 2, 64, 16, heads_first="no")  # type: ignore[arg-type]
 
 

@@ -249,9 +249,9 @@ class CupyBackend(HandleFactory):
             if holder not in (None, self.device):
                 raise self._elsewhere(value, holder)
             return address
-        allowed = "int, DevicePtr, CuPy array, object with __cuda_array_interface__"
+        allowed = "an array on the GPU (gpu.asarray makes one), DevicePtr, an int address"
         hint = " (a host array: copy it with gpu.asarray)" if isinstance(value, np.ndarray) else ""
-        raise ArgumentTypeError(f"pointer: got {type(value).__name__}{hint}, allowed: {allowed}")
+        raise ArgumentTypeError(f"pointer: got {type(value).__name__}{hint}, allowed are {allowed}")
 
     def views(self, pointers: Sequence[Any]) -> tuple[Any, ...] | None:
         """What checks look at in CuPy arrays and addresses; see `GpuBackend.views`."""

@@ -143,14 +143,22 @@ def _replacing(command: str, driver_major: int) -> str:
     return command
 
 
-def import_problem(error: Exception) -> BackendUnavailableError:
-    """What to raise where CuPy or a part of it cannot be imported."""
+def compiler_advice() -> str | None:
+    """How to get NVRTC where there is no GPU, for compiling alone; None where there is one."""
+    return None if driver().gpus else f"to compile without a GPU: pip install '{package()}[nvrtc]'"
+
+
+def import_problem(error: Exception, advice_without_gpu: str | None = None) -> BackendUnavailableError:
+    """What to raise where CuPy or a part of it cannot be imported.
+
+    Args:
+        error: what Python said.
+        advice_without_gpu: what to say in place of how to run kernels, from `compiler_advice`.
+    """
     found = wheels()
     if not found:
-        return BackendUnavailableError(
-            f"CuPy is not installed ({_essence(error)}); install it with: {install_command()}; "
-            f"{EMULATOR_HINT}"
-        )
+        advice = advice_without_gpu or f"install it with: {install_command()}; {EMULATOR_HINT}"
+        return BackendUnavailableError(f"CuPy is not installed ({_essence(error)}); {advice}")
     names = ", ".join(f"{name} {version}" for name, version in found)
     if len(found) > 1:
         advice = f"these overwrite each other; keep one: {clean_install()}"
@@ -167,17 +175,18 @@ def clean_install() -> str:
     return f"pip uninstall -y {names} && {install_command().split(' && ')[-1]}"
 
 
-def nvrtc_problem(error: Exception) -> BackendUnavailableError:
-    """What to raise where NVRTC's library is missing or cannot be loaded."""
+def nvrtc_problem(error: Exception, advice_without_gpu: str | None = None) -> BackendUnavailableError:
+    """What to raise where NVRTC's library is missing or cannot be loaded; arguments as `import_problem`."""
     names = ", ".join(f"{name} {version}" for name, version in wheels()) or "CuPy"
     folders = "".join(
         f"; {variable} is {os.environ[variable]!r}"
         for variable in (environment.CUDA_PATH.name, environment.CUDA_HOME.name)
         if variable in os.environ
     )
+    advice = advice_without_gpu or f"install it with: {install_command()}; {EMULATOR_HINT}"
     return BackendUnavailableError(
         f"NVRTC, CUDA's run-time compiler, cannot be loaded ({_essence(error)}{folders}), though {names} is "
-        f"installed; install it with: {install_command()}; {EMULATOR_HINT}"
+        f"installed; {advice}"
     )
 
 

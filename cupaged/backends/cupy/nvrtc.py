@@ -12,7 +12,7 @@ from cupaged.source import KernelSource
 # Architectures that every kernel must compile for (CI checks them without a GPU).
 CHECKED_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
 
-_OLDEST = 80
+OLDEST = 80  # compute capability, as major * 10 + minor
 _FIXED_OPTIONS = ("-std=c++17", "-lineinfo")
 # Chips whose code may be specific to a family (first chip -> all chips that run it) or to themselves.
 # These suffixes unlock instructions; the families' came with NVRTC 12.9, and with it 103 and 121.
@@ -61,14 +61,14 @@ def choose_target(capability: tuple[int, int], supported: tuple[int, ...]) -> Ta
     for family, chips in _FAMILIES.items():
         if wanted in chips and family in supported and any(mark in supported for mark in _FAMILY_MARKS):
             return Target(f"sm_{family}f")
-    older = [arch for arch in supported if _OLDEST <= arch <= wanted]
+    older = [arch for arch in supported if OLDEST <= arch <= wanted]
     generation = [arch for arch in older if arch // 10 == major]
     if generation:
         best = max(generation)
         return Target(f"sm_{best}a" if best == wanted and best in _CHIP_SPECIFIC else f"sm_{best}")
     if older:
         return Target(f"compute_{max(older)}")
-    if wanted < _OLDEST:
+    if wanted < OLDEST:
         mend = installation.EMULATOR_HINT
     else:
         mend = f"NVRTC is too old for it; install a newer one with: {installation.install_command()}"
@@ -87,11 +87,11 @@ def binding() -> Any:
     try:
         from cupy_backends.cuda.libs import nvrtc
     except Exception as error:  # a damaged installation fails in any way
-        raise installation.import_problem(error) from error
+        raise installation.import_problem(error, installation.compiler_advice()) from error
     try:
         nvrtc.getVersion()
     except Exception as error:
-        raise installation.nvrtc_problem(error) from error
+        raise installation.nvrtc_problem(error, installation.compiler_advice()) from error
     return nvrtc
 
 
@@ -133,9 +133,9 @@ def compile_with_log(source: KernelSource, target: Target, *more_options: str) -
         nvrtc.compileProgram(program, arguments)
         code = nvrtc.getPTX(program) if target.is_ptx else nvrtc.getCUBIN(program)
         code = code.encode() if isinstance(code, str) else bytes(code)
-        return code, nvrtc.getProgramLog(program)
+        return code, _log(nvrtc, program)
     except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program)
+        log = _log(nvrtc, program)
         if "libnvrtc-builtins" in log:  # half of NVRTC is missing
             raise installation.nvrtc_problem(RuntimeError(log)) from None
         raise CompileError(
@@ -145,3 +145,8 @@ def compile_with_log(source: KernelSource, target: Target, *more_options: str) -
         ) from None
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _log(nvrtc: Any, program: int) -> str:
+    """What NVRTC printed; its text ends with a zero byte, which is no part of it."""
+    return str(nvrtc.getProgramLog(program)).replace("\0", "")

@@ -49,22 +49,8 @@ def key_of(source: KernelSource, arch: str) -> str:
 
 
 def load(folder: Path) -> Prebuilt:
-    """Let this process's backends use a folder's kernels, before any compiler.
-
-    Raises:
-        ArgumentValueError: no manifest, or one of another format.
-        KernelSourceError: its kernels come from other sources than this package has.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise ArgumentValueError(f"folder: got {folder}, whose {MANIFEST} cannot be read: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise ArgumentValueError(
-            f"folder: got {folder}, a manifest of format {manifest.get('format')}; allowed is {FORMAT}"
-        )
-    _check_sources(folder, manifest)
-    kernels = manifest["kernels"]
+    """Let this process's backends use a folder's kernels, before any compiler; raises as `read_manifest`."""
+    kernels = read_manifest(folder)["kernels"]
     found = Prebuilt(
         folder.resolve(),
         {kernel["key"]: (kernel["cubin"], kernel["sha256"]) for kernel in kernels},
@@ -72,6 +58,25 @@ def load(folder: Path) -> Prebuilt:
     )
     _loaded.append(found)
     return found
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """A folder's manifest.
+
+    Raises:
+        ArgumentValueError: none, or one of another format.
+        KernelSourceError: its kernels come from other sources than this package has.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentValueError(f"folder: got {folder}, whose {MANIFEST} cannot be read: {error}") from None
+    if manifest.get("format") != FORMAT:
+        raise ArgumentValueError(
+            f"folder: got {folder}, a manifest of format {manifest.get('format')}; allowed is {FORMAT}"
+        )
+    _check_sources(folder, manifest)
+    return manifest
 
 
 def unload(loaded: Prebuilt) -> None:

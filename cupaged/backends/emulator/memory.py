@@ -83,7 +83,8 @@ def pointer(value: Any) -> int:
             "cannot reach it; copy it to the host and then with gpu.asarray, or use CupyBackend"
         )
     raise ArgumentTypeError(
-        f"pointer: got {type(value).__name__}, allowed: int, DevicePtr, NumPy array (gpu.asarray makes one)"
+        f"pointer: got {type(value).__name__}, allowed are an array (gpu.asarray makes one), DevicePtr, an "
+        "int address"
     )
 
 

@@ -119,14 +119,14 @@ class Header:
 def _header_of(fields: dict[str, Any]) -> Header:
     if fields["blocks_per_extent"] != BLOCKS_PER_EXTENT:
         raise ValueError(f"{fields['blocks_per_extent']} blocks an extent, allowed are {BLOCKS_PER_EXTENT}")
-    nvfp4 = fields["format"] == "nvfp4"
+    fmt = cache_format(fields["format"])
     layout = CacheLayout(
-        cache_format(fields["format"]),
+        fmt,
         fields["num_kv_heads"],
         fields["head_dim"],
         fields["block_size"],
         block_stride_override=fields["block_stride_bytes"],
-        data_section_override=fields["data_section_bytes"] if nvfp4 else None,
+        data_section_override=fields["data_section_bytes"] if fmt.has_scale_section else None,
     )
     return Header(layout, fields["k_scale"], fields["v_scale"], fields["user"])
 
