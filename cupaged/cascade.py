@@ -241,12 +241,16 @@ class CascadeDecoder:
         return div_ceil(num_seqs * self._rows[0], self.group_rows)
 
     def _whole_groups(self, call: CacheCall, stream: Any) -> tuple[Any, int]:
-        """q with as many rows as its groups have, and its stride: where it lies, or a longer copy."""
+        """q with as many rows as its groups have, and its stride: where it lies, or a longer copy.
+
+        What is spare is zero: a warp's rows round alike, so an earlier call's would show in the last bits.
+        """
         rows = call.num_seqs * self._rows[0]
         if rows % self.group_rows == 0:
             return call.q, call.q_stride
         with stream_memory(self._gpu, stream):
             self._padded[:rows] = call.q.view(self._padded.dtype)
+            self._padded[rows : self._groups(call.num_seqs) * self.group_rows] = 0
         return self._padded, self._rows[1] * self._rows[2]
 
     def _decode_prefix(self, call: CacheCall, prefix: _Prefix, options: dict[str, Any]) -> None:

@@ -325,3 +325,15 @@ def test_capture(rig: Rig) -> None:
     graph.launch(stream)
     stream.synchronize()
     assert_matches(rig.download_bf16(out), shorter.expected(then)[0])
+
+
+def test_a_bigger_batch_before_changes_no_bit(rig: Rig) -> None:
+    """Rows to spare are those of no earlier call."""
+    case, bigger = (shared(rig, NVFP4, 400, [5] * n) for n in (1, 11))
+    decoder = CascadeDecoder.for_cache(case.cache, HEADS, 11)
+    q = case.queries()
+    first = run(case, q, decoder)
+    run(bigger, (bigger.queries().astype(np.float32) * 5).astype(q.dtype), decoder)
+    again = run(case, q, decoder)
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
