@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 _ARRAYS = (
     "q", "k_cache", "v_cache", "block_tables", "seq_lens", "output", "lse", "k_scales", "v_scales", "sinks",
 )  # fmt: skip
-_CACHE_ARRAYS = tuple("out" if name == "output" else name for name in _ARRAYS)
 _ADDRESSES = {int, type(None)}
 _NO_OPTIONS: dict[str, Any] = {}
 
@@ -132,7 +131,7 @@ class Decoder:
         self._kernels = kernels_of(gpu, spec, self._max_seqs, chunks)
         launch = self._kernels.launch
         self._launch = in_checked_mode(launch) if flag("checked", checked) else launch
-        self._calls, self._cache_calls = WarmCalls(gpu, _ARRAYS), WarmCalls(gpu, _CACHE_ARRAYS)
+        self._calls, self._cache_calls = (WarmCalls(gpu, _ARRAYS) for _ in range(2))
 
     @property
     def workspace_bytes(self) -> int:
