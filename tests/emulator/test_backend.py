@@ -179,7 +179,7 @@ def test_pointers(fifo: EmulatorBackend) -> None:
     with pytest.raises(ArgumentTypeError, match="memory of a GPU"):
         fifo.pointer(OnAGpu())
     for wrong in ("text", None, 1.5, [1]):
-        with pytest.raises(ArgumentTypeError, match="allowed are an array .*, DevicePtr, an int address"):
+        with pytest.raises(ArgumentTypeError, match=r"allowed are an array .*, DevicePtr, an int address"):
             fifo.pointer(wrong)
 
 
