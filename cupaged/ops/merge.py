@@ -8,9 +8,7 @@ one (sequence, query head). out and out_lse may be one of the parts, where both 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
@@ -18,8 +16,6 @@ from cupaged.ops._checks import check_positive, check_row_stride, check_size, la
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
-
-_Parameters = ParamSpec("_Parameters")
 
 
 def _merge(
@@ -58,28 +54,126 @@ def _merge(
     )
 
 
-def _named(name: str, what: str, function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
-    """The launcher of one of the kernels, all of which take the same."""
+@launcher
+def merge_states_bf16(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    outputs: Any,
+    lses: Any,
+    out: Any,
+    out_lse: Any,
+    num_parts: int,
+    num_rows: int,
+    head_dim: int,
+    part_stride: int,
+    lse_stride: int,
+    stream: Any,
+) -> None:
+    """Merge BF16 outputs into a BF16 one.
 
-    @functools.wraps(function)
-    def merge(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
-        function(*args, **kwargs)
-
-    merge.__name__ = merge.__qualname__ = name
-    merge.__doc__ = (
-        f"Merge {what}.\n\nRaises:\n    ArgumentValueError, ArgumentTypeError: before any launch; the "
-        "message names the argument."
-    )
-    return launcher(merge)
+    Raises:
+        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
+    """
+    _merge(
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+    )  # fmt: skip
 
 
-merge_states_bf16 = _named("merge_states_bf16", "BF16 outputs into a BF16 one", _merge)
-"""Merge BF16 outputs into a BF16 one."""
-merge_states_f16 = _named("merge_states_f16", "F16 outputs into an F16 one", _merge)
-"""Merge F16 outputs into an F16 one."""
-merge_states_f32 = _named("merge_states_f32", "F32 outputs into an F32 one", _merge)
-"""Merge F32 outputs into an F32 one."""
-merge_states_f32_to_bf16 = _named("merge_states_f32_to_bf16", "F32 outputs into a BF16 one", _merge)
-"""Merge F32 outputs into a BF16 one."""
-merge_states_f32_to_f16 = _named("merge_states_f32_to_f16", "F32 outputs into an F16 one", _merge)
-"""Merge F32 outputs into an F16 one."""
+@launcher
+def merge_states_f32(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    outputs: Any,
+    lses: Any,
+    out: Any,
+    out_lse: Any,
+    num_parts: int,
+    num_rows: int,
+    head_dim: int,
+    part_stride: int,
+    lse_stride: int,
+    stream: Any,
+) -> None:
+    """Merge F32 outputs into an F32 one.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
+    """
+    _merge(
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+    )  # fmt: skip
+
+
+@launcher
+def merge_states_f32_to_bf16(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    outputs: Any,
+    lses: Any,
+    out: Any,
+    out_lse: Any,
+    num_parts: int,
+    num_rows: int,
+    head_dim: int,
+    part_stride: int,
+    lse_stride: int,
+    stream: Any,
+) -> None:
+    """Merge F32 outputs into a BF16 one.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
+    """
+    _merge(
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+    )  # fmt: skip
+
+
+@launcher
+def merge_states_f16(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    outputs: Any,
+    lses: Any,
+    out: Any,
+    out_lse: Any,
+    num_parts: int,
+    num_rows: int,
+    head_dim: int,
+    part_stride: int,
+    lse_stride: int,
+    stream: Any,
+) -> None:
+    """Merge F16 outputs into an F16 one.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
+    """
+    _merge(
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+    )  # fmt: skip
+
+
+@launcher
+def merge_states_f32_to_f16(
+    gpu: GpuBackend,
+    kernel: KernelHandle,
+    outputs: Any,
+    lses: Any,
+    out: Any,
+    out_lse: Any,
+    num_parts: int,
+    num_rows: int,
+    head_dim: int,
+    part_stride: int,
+    lse_stride: int,
+    stream: Any,
+) -> None:
+    """Merge F32 outputs into an F16 one.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
+    """
+    _merge(
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+    )  # fmt: skip
