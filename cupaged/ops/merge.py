@@ -75,7 +75,8 @@ def merge_states_bf16(
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
     _merge(
-        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride,
+        stream,
     )  # fmt: skip
 
 
@@ -100,7 +101,8 @@ def merge_states_f32(
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
     _merge(
-        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride,
+        stream,
     )  # fmt: skip
 
 
@@ -125,7 +127,8 @@ def merge_states_f32_to_bf16(
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
     _merge(
-        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride,
+        stream,
     )  # fmt: skip
 
 
@@ -150,7 +153,8 @@ def merge_states_f16(
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
     _merge(
-        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride,
+        stream,
     )  # fmt: skip
 
 
@@ -175,5 +179,6 @@ def merge_states_f32_to_f16(
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
     _merge(
-        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride, stream
+        gpu, kernel, outputs, lses, out, out_lse, num_parts, num_rows, head_dim, part_stride, lse_stride,
+        stream,
     )  # fmt: skip
