@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from cupaged.errors import ArgumentValueError
 from cupaged.handle import KernelHandle
@@ -20,10 +22,22 @@ MAX_SEQS = 1 << 20
 _MAX_POSITIONS = 2**32  # of a plan: tiles of all sequences, and what beginning each counts for
 
 
-def _handle(gpu: Any, entry: str, spec: dict[str, int]) -> KernelHandle:
-    handle: KernelHandle = gpu.kernel(MODULE, entry, **spec)
-    handle.warm()
-    return handle
+# By backend, what was loaded on it. Threads cost more than looking a loaded kernel up.
+_loaded: WeakKeyDictionary[Any, set[tuple[object, ...]]] = WeakKeyDictionary()
+
+
+def _handles(gpu: GpuBackend, *kernels: tuple[str, dict[str, int]]) -> tuple[KernelHandle, ...]:
+    """Loaded handles of (entry, constants). New ones are compiled side by side: each takes about a second."""
+    handles = {(entry, *spec.items()): gpu.kernel(MODULE, entry, **spec) for entry, spec in kernels}
+    loaded = _loaded.setdefault(gpu, set())
+    new = [handle for key, handle in handles.items() if key not in loaded]
+    if len(new) > 1:
+        with ThreadPoolExecutor(len(new)) as pool:
+            list(pool.map(KernelHandle.warm, new))
+    for handle in handles.values():
+        handle.warm()
+    loaded.update(handles)
+    return tuple(handles.values())
 
 
 class PlannedKernels:
@@ -50,10 +64,11 @@ class PlannedKernels:
         levels = (0,) * LATENCY_LEVELS if many else latency_levels(spec, gpu.limits)
         for level in levels:
             check_resident(spec | {"latency": level}, gpu.limits)
-        self._kernels = tuple(  # by latency level
-            _handle(gpu, entry, spec | {"latency": level}) for level in levels
-        )
-        self._plan = _handle(gpu, "paged_decode_attn_plan", spec | {"latency": 0}) if many else None
+        lowest = sorted(set(levels))
+        plan = [("paged_decode_attn_plan", spec | {"latency": 0})] if many else []
+        handles = _handles(gpu, *((entry, spec | {"latency": level}) for level in lowest), *plan)
+        self._kernels = [handles[lowest.index(level)] for level in levels]  # by latency level
+        self._plan = handles[-1] if many else None
         self._sequence_cost = self._kernels[0].warm().constants["sequence_cost"]
         self._block_size = spec["block_size"]
         parts = max(_num_parts(handle) for handle in self._kernels)
@@ -122,8 +137,8 @@ class ChunkedKernels:
         self._gpu: Any = gpu
         self._split_tokens = split_tokens
         self._max_tokens = max_tokens
-        self._decode = _handle(gpu, "paged_decode_attn_chunked", spec)
-        self._merge = _handle(gpu, "paged_decode_attn_merge_chunks", spec)
+        entries = ("paged_decode_attn_chunked", "paged_decode_attn_merge_chunks")
+        self._decode, self._merge = _handles(gpu, *((entry, spec) for entry in entries))
         rows = spec["num_kv_heads"] * spec["gqa_ratio"] * spec["query_tokens"]
         chunks = max_seqs * rows * -(-max_tokens // split_tokens)
         self._states = gpu.empty(chunks * (spec["head_dim"] + 2), "float32")

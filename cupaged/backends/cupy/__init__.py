@@ -108,10 +108,12 @@ class CupyBackend(HandleFactory):
     def load(self, source: KernelSource) -> CupyKernel:
         """Compile (or fetch from disk) and load on this device."""
         module_key = (source.path, source.defines, source.digest())
+        # Outside the lock, so that threads compile side by side.
+        code = b"" if module_key in self._modules else prebuilt.code_of(source, self._target)
         with self._lock, self._cupy.cuda.Device(self.device):
             module = self._modules.get(module_key)
             if module is None:
-                module = self._modules[module_key] = self._load_module(source)
+                module = self._modules[module_key] = self._load_module(source, code)
             function = module.get_function(source.entry)
             attribute = self._driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
             static = int(self._driver.funcGetAttribute(attribute, function.ptr))
@@ -119,10 +121,10 @@ class CupyBackend(HandleFactory):
                 source, int(function.ptr), _DEFAULT_SHARED_LIMIT - static, _keep=[function, module]
             )
 
-    def _load_module(self, source: KernelSource) -> Any:
+    def _load_module(self, source: KernelSource, code: bytes) -> Any:
         module = self._cupy.cuda.function.Module()
         try:
-            module.load(prebuilt.code_of(source, self._target))
+            module.load(code)
         except self._driver.CUDADriverError as error:
             if "CAPTURE" in str(error):
                 raise LaunchError(
