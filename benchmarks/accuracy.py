@@ -34,6 +34,8 @@ def _values(xp: Any, layout: CacheLayout, blocks: Any) -> Any:
         return bf16_to_float64(xp, data.view(np.uint16))
     if layout.format.name == "fp8":
         return xp.asarray(E4M3_TABLE)[data]
+    if layout.format.name != "nvfp4":
+        raise ValueError(f"layout: got format {layout.format.name!r}, which has no float64 decoder here")
     pairs = xp.stack([data & np.uint8(15), data >> np.uint8(4)], axis=-1)
     values = xp.asarray(E2M1_TABLE)[pairs].reshape(count, -1, 16)
     begin = layout.data_section_bytes
@@ -103,3 +105,10 @@ def relative_error(device: Device, batch: Batch, table: Any) -> float:
         error = float(device.xp.linalg.norm(got - expected) / device.xp.linalg.norm(expected))
         worst = max(worst, error) if math.isfinite(error) else math.inf
     return worst
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "a library: `python -m benchmarks --help` measures kernels and gives their errors to float64; "
+        "`python -m examples.smollm2.evaluate --help` compares cache formats along a text"
+    )

@@ -28,7 +28,7 @@ def decode_call(decoder: Any, batch: Batch, table: Any, stream: int) -> Callable
         "num_blocks": batch.num_blocks,
     }
     for name, layout in (("k_scale", batch.layout), ("v_scale", batch.value_layout)):
-        if layout.format.name == "fp8":
+        if layout.format.needs_scale:
             options[name] = 1.0
     return lambda: decoder.decode(*arrays, **options)
 

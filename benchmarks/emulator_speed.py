@@ -16,7 +16,7 @@ import numpy as np
 
 from cupaged.backends.emulator import EmulatorBackend
 from cupaged.decode import Decoder
-from cupaged.formats import FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
+from cupaged.formats import FORMATS, NVFP4, CacheFormat, CacheLayout
 from cupaged.launch import KernelLaunch
 from cupaged.ops import reshape_and_cache_nvfp4
 
@@ -123,7 +123,7 @@ def planned_seconds(gpu: EmulatorBackend, fmt: CacheFormat, repeats: int) -> flo
     lengths = gpu.asarray(np.array(seq_lens, np.int32))
     output = gpu.empty(q.shape, ml_dtypes.bfloat16)
     decoder = Decoder(gpu, layout, 8, 4)
-    scales = {"k_scale": 1.0, "v_scale": 1.0} if fmt is FP8 else {}
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if fmt.needs_scale else {}
     return best_seconds(
         lambda: decoder.decode(
             q,

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.pools import Batch
 from cupaged import ops
+from cupaged.formats import CacheLayout
 
 Call = Callable[[], None]
 
@@ -16,7 +17,7 @@ def single_pass(gpu: Any, batch: Batch, table: Any, stream: Any) -> Call:
     name = f"paged_decode_attn_{batch.layout.format.name}"
     kernel, launch = gpu.kernel(name, name), getattr(ops, name)
     k_pool, v_pool = batch.pools
-    before, after = _format_arguments(batch)
+    before, after = format_arguments(batch.layout)
     load, num_blocks = batch.load, batch.num_blocks
     arguments = (
         gpu, kernel, batch.q, k_pool, v_pool, batch.output, table, batch.seq_lens, batch.max_blocks_per_seq,
@@ -38,7 +39,7 @@ def split_and_reduce(
     reduce_kernel = gpu.kernel("paged_decode_attn_reduce", reduce_name)
     reduce = getattr(ops, reduce_name)
     k_pool, v_pool = batch.pools
-    before, after = _format_arguments(batch)
+    before, after = format_arguments(batch.layout)
     load, num_blocks = batch.load, batch.num_blocks
     split_arguments = (
         gpu, kernel, batch.q, k_pool, v_pool, workspace, table, batch.seq_lens, batch.max_blocks_per_seq,
@@ -57,16 +58,14 @@ def split_and_reduce(
     return call
 
 
-def _format_arguments(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What a format's launchers take before and after q_stride."""
-    layout = batch.layout
-    if layout.format.name == "fp8":
-        return (1.0, 1.0), (layout.cache_stride,)
-    if layout.format.name == "nvfp4":
-        return (), (layout.block_stride_bytes, layout.data_section_bytes)
-    return (), ()
+def format_arguments(layout: CacheLayout) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """What a format's launchers take before the row strides, scales of 1, and after: how its blocks lie."""
+    scales = (1.0, 1.0) if layout.format.needs_scale else ()
+    if layout.format.has_scale_section:
+        return scales, (layout.block_stride_bytes, layout.data_section_bytes)
+    return scales, () if layout.format.name == "bf16" else (layout.cache_stride,)
 
 
 def _window(batch: Batch) -> tuple[int, ...]:
     """sliding_window where it is a positional argument."""
-    return () if batch.layout.format.name == "nvfp4" else (0,)
+    return () if batch.layout.format.has_scale_section else (0,)

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.commit import source_commit
 from cupaged import CupyBackend
 from cupaged.decode import Decoder
-from cupaged.formats import BF16, FP8, CacheLayout, cache_format
+from cupaged.formats import BF16, CacheLayout, cache_format
 from cupaged.streaming import (
     ContextParallelDecoder,
     NcclCommunicator,
@@ -44,7 +44,7 @@ class Context:
     def __init__(self, gpu: CupyBackend, name: str, first: int, end: int) -> None:
         self.gpu = gpu
         self.layout = CacheLayout(cache_format(name), NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
-        self.scales = {"k_scale": 0.01, "v_scale": 0.01} if self.layout.format == FP8 else {}
+        self.scales = {"k_scale": 0.01, "v_scale": 0.01} if self.layout.format.needs_scale else {}
         rng = np.random.default_rng(0)
         shape = (PERIOD_TOKENS, NUM_KV_HEADS, HEAD_DIM)
         key, value = (rng.standard_normal(shape, np.float32) for _ in range(2))

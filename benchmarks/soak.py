@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.commit import source_commit
+from benchmarks.launchers import format_arguments
 from cupaged import ops
 from cupaged.decode import Decoder
 from cupaged.formats import FORMATS, CacheFormat, CacheLayout
@@ -66,19 +67,12 @@ class Work:
             "split": gpu.kernel(decode, f"paged_decode_attn_splitk_{self.format}"),
             "reduce": gpu.kernel(reduce, f"{reduce}_{self._reduction}"),
         }
-        self.scales = (1.0, 1.0) if self.format == "fp8" else ()
+        self.scales, self.strides = format_arguments(self.layout)
         self.decoder = self.make_decoder()
 
     @property
     def _reduction(self) -> str:
         return "nvfp4" if self.format == "nvfp4" else "fp8"
-
-    @property
-    def _strides(self) -> tuple[int, ...]:
-        layout = self.layout
-        if self.format == "fp8":
-            return (layout.cache_stride,)
-        return (layout.block_stride_bytes, layout.data_section_bytes) if self.format == "nvfp4" else ()
 
     def make_decoder(self) -> Decoder:
         """A decoder of its own workspace."""
@@ -90,7 +84,7 @@ class Work:
         getattr(ops, f"paged_decode_attn_{self.format}")(
             self.gpu, self.kernels["single"], self.q, self.pool, self.pool, self.output, self.tables,
             self.lengths, WIDTH, SEQS, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK, HEAD_DIM**-0.5, *self.scales,
-            Q_HEADS * HEAD_DIM, *self._strides, *window, self.stream,
+            Q_HEADS * HEAD_DIM, *self.strides, *window, self.stream,
         )  # fmt: skip
 
     def split(self) -> None:
@@ -99,7 +93,7 @@ class Work:
         getattr(ops, f"paged_decode_attn_splitk_{self.format}")(
             self.gpu, self.kernels["split"], self.q, self.pool, self.pool, self.workspace, self.tables,
             self.lengths, WIDTH, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK, HEAD_DIM**-0.5, SPLITS, *self.scales,
-            Q_HEADS * HEAD_DIM, *self._strides, SEQS, *window, self.stream,
+            Q_HEADS * HEAD_DIM, *self.strides, SEQS, *window, self.stream,
         )  # fmt: skip
         getattr(ops, f"paged_decode_attn_reduce_{self._reduction}")(
             self.gpu, self.kernels["reduce"], self.workspace, self.output, self.lengths, Q_HEADS, HEAD_DIM,

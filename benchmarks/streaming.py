@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from benchmarks.commit import source_commit
 from cupaged import CupyBackend
-from cupaged.formats import BF16, FORMATS, FP8, CacheFormat, CacheLayout
+from cupaged.formats import BF16, FORMATS, CacheFormat, CacheLayout
 from cupaged.streaming import (
     FileStore,
     PinnedStore,
@@ -57,7 +57,7 @@ class Period:
 
     def __init__(self, gpu: CupyBackend, fmt: CacheFormat) -> None:
         rng = np.random.default_rng(0)
-        self.scales = {"k_scale": 0.01, "v_scale": 0.01} if fmt == FP8 else {}
+        self.scales = {"k_scale": 0.01, "v_scale": 0.01} if fmt.needs_scale else {}
         shape = (PERIOD_TOKENS, NUM_KV_HEADS, HEAD_DIM)
         key, value = (rng.standard_normal(shape, np.float32) for _ in range(2))
         self.layout = layout_of(fmt)

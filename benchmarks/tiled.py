@@ -111,10 +111,10 @@ def _step(
     launch, layout, load = getattr(ops, name), batch.layout, batch.load
     k_pool, v_pool = batch.pools
     strides: tuple[Any, ...] = paged_strides(layout.num_kv_heads, layout.head_dim, layout.block_size)
-    if layout.format.name == "fp8":
-        strides = (*strides, 1.0, 1.0)
-    elif layout.format.name == "nvfp4":
+    if layout.format.has_scale_section:
         strides = (layout.block_stride_bytes, layout.data_section_bytes)
+    elif layout.format.needs_scale:
+        strides = (*strides, 1.0, 1.0)
 
     def call() -> None:
         launch(

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from benchmarks.launchers import format_arguments
 from benchmarks.session import Row, Session, timed
 from cupaged import ops
 from cupaged.formats import BF16, CacheFormat, CacheLayout, write_tokens
@@ -65,17 +66,12 @@ def write_call(
     name = f"reshape_and_cache_{layout.format.name}"
     kernel, launch = gpu.kernel(name, name), getattr(ops, name)
     row = layout.num_kv_heads * layout.head_dim
-    before: tuple[float, ...] = (1.0, 1.0) if layout.format.name == "fp8" else ()
-    after: dict[str, tuple[int, ...]] = {
-        "bf16": (),
-        "fp8": (layout.cache_stride,),
-        "nvfp4": (layout.block_stride_bytes, layout.data_section_bytes),
-    }
+    before, after = format_arguments(layout)
 
     def call() -> None:
         launch(
             gpu, kernel, key, value, k_cache, v_cache, slots, len(slots), layout.num_kv_heads,
-            layout.head_dim, layout.block_size, *before, row, row, *after[layout.format.name], stream,
+            layout.head_dim, layout.block_size, *before, row, row, *after, stream,
         )  # fmt: skip
 
     return call

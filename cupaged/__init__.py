@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cupaged.backends.base import GpuBackend
 from cupaged.errors import (
+    ArgumentError,
     ArgumentTypeError,
     ArgumentValueError,
     BackendUnavailableError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from cupaged.streaming import StreamingDecoder
 
 __all__ = [
+    "ArgumentError",
     "ArgumentTypeError",
     "ArgumentValueError",
     "BackendUnavailableError",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +25,17 @@ from cupaged.cascade import CascadeDecoder
 from cupaged.decode import Decoder
 from cupaged.errors import ArgumentTypeError, ArgumentValueError, KernelSourceError
 from cupaged.formats import FORMATS, CacheLayout
-from cupaged.grid_rules import buffer_rules, grid_rules
-from cupaged.handle import HandleFactory, ParameterLayout
+from cupaged.handle import PARAMETER_BYTES, HandleFactory, ParameterLayout
 from cupaged.pointers import DevicePtr
-from cupaged.registry import DeviceLimits, KernelEntry, find, limits_of_capability
+from cupaged.registry import (
+    DeviceLimits,
+    KernelEntry,
+    buffer_expressions,
+    entries,
+    find,
+    limits_of_capability,
+)
+from cupaged.registry.checks import INPUT_CHECKS
 from cupaged.source import KernelSource
 from cupaged.version import __version__
 
@@ -39,8 +45,6 @@ unload = prebuilt.unload
 
 # Of the GPU that kernels are shaped for. Grids and residency follow the GPU that runs them, so enough.
 _NUM_SMS = 1024
-_ARCH = re.compile(r"sm_(\d+)[af]?")
-_BYTES = {"ptr": 8, "u32": 4, "i32": 4, "u64": 8, "i64": 8, "f32": 4}
 
 
 def load(folder: str | os.PathLike[str]) -> Prebuilt:
@@ -60,7 +64,14 @@ def load(folder: str | os.PathLike[str]) -> Prebuilt:
         ArgumentValueError: no manifest, or one of another format.
         KernelSourceError: the kernels come from other sources than this package has.
     """
-    return prebuilt.load(Path(folder))
+    return prebuilt.load(_path(folder))
+
+
+def _path(folder: Any) -> Path:
+    try:
+        return Path(folder)
+    except TypeError:
+        raise ArgumentTypeError(f"folder: got {folder!r}, allowed is a path") from None
 
 
 @dataclass(frozen=True)
@@ -118,8 +129,10 @@ class KernelSet:
         """The kernels of ``Decoder(gpu, layout, num_q_heads, max_seqs, **features)``.
 
         Those for more than 512 sequences are others than those for fewer; ask for both where both are
-        needed.
+        needed. With ``checked=True`` also those that look at its inputs.
         """
+        if features.get("checked"):
+            self.add_checks()
         return self._add(lambda gpu: Decoder(gpu, layout, num_q_heads, max_seqs, **features))
 
     def add_cascade(
@@ -135,6 +148,13 @@ class KernelSet:
         self.add_kernel(writer, writer, head_dim=layout.head_dim, block_size=layout.block_size)
         for entry in ("gather_tokens_f32", "gather_tokens_bf16", "copy_cache_blocks"):
             self.add_kernel("cache_blocks", entry)
+        return self
+
+    def add_checks(self) -> KernelSet:
+        """The kernels by which `cupaged.checked_mode` looks at the inputs of a launch."""
+        for entry in entries():
+            if entry.module == INPUT_CHECKS:
+                self.add_kernel(entry.module, entry.entry)
         return self
 
     def add_kernel(self, module: str, entry: str, **constants: int) -> KernelSet:
@@ -190,7 +210,7 @@ class KernelSet:
         Raises:
             ArgumentValueError: an unknown architecture, or a request that the package does not support.
         """
-        named = _ARCH.fullmatch(arch)
+        named = prebuilt.ARCH.fullmatch(_named_arch(arch))
         if named is None:
             raise ArgumentValueError(f"arch: got {arch!r}, allowed are sm_NN, sm_NNa and sm_NNf, as sm_90a")
         if int(named[1]) < nvrtc.OLDEST:
@@ -225,10 +245,12 @@ class KernelSet:
             CompileError: a kernel does not compile.
             BackendUnavailableError: no NVRTC.
         """
-        if isinstance(archs, str):
+        if isinstance(archs, str) or not isinstance(archs, Sequence):
             raise ArgumentTypeError(f"archs: got {archs!r}, allowed is a sequence of architectures")
-        target = Path(folder)
-        work = [(source, arch) for arch in dict.fromkeys(archs) for source in self.sources(arch)]
+        target = _path(folder)
+        work = [
+            (source, arch) for arch in dict.fromkeys(map(_named_arch, archs)) for source in self.sources(arch)
+        ]
         _make_folder(target)
         earlier = _earlier_manifest(target)
         codes = _compiled(work, progress)
@@ -237,6 +259,12 @@ class KernelSet:
         manifest = _merged(earlier, _manifest(work, codes))
         (target / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         return manifest
+
+
+def _named_arch(arch: Any) -> str:
+    if not isinstance(arch, str):
+        raise ArgumentTypeError(f"arch: got {arch!r}, allowed is a name, as 'sm_90a'")
+    return arch
 
 
 def _make_folder(target: Path) -> None:
@@ -326,11 +354,11 @@ def _described(source: KernelSource, arch: str, codes: dict[str, bytes]) -> dict
         "constants": constants,
         **_parameters(source, entry),
         "block": list(entry.block(constants)),
-        "grid": list(grid_rules(entry, constants)),
+        "grid": list(entry.grid_expressions(constants)),
         "dynamic_shared_bytes": entry.shared_mem(constants),
         "cooperative": entry.cooperative,
         "overlapping": entry.overlapping,
-        "buffer_bytes": buffer_rules(entry, constants),
+        "buffer_bytes": buffer_expressions(entry, constants),
     }
 
 
@@ -343,7 +371,7 @@ def _parameters(source: KernelSource, entry: KernelEntry) -> dict[str, Any]:
                 "name": parameter.name,
                 "kind": parameter.kind,
                 "offset": offset,
-                "bytes": _BYTES[parameter.kind],
+                "bytes": PARAMETER_BYTES[parameter.kind],
                 "multiple": entry.multiples.get(parameter.name, 1),
                 **({"holds": entry.holds[parameter.name]} if parameter.name in entry.holds else {}),
             }

@@ -7,15 +7,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupaged.decode import Decoder
-from cupaged.decode_arguments import CacheCall, cache_call, check_dtype, contiguous, result_array, sized
+from cupaged.decode_arguments import (
+    CacheCall,
+    cache_call,
+    check_dtype,
+    check_lse,
+    contiguous,
+    names_misfits,
+    result_array,
+    sized,
+)
 from cupaged.decode_layouts import layout_spec
-from cupaged.errors import ArgumentTypeError, ArgumentValueError, CheckedModeError
+from cupaged.errors import ArgumentError, ArgumentTypeError, ArgumentValueError, CheckedModeError
 from cupaged.formats import CacheLayout
 from cupaged.interop import backend_array, is_capturing, stream_memory, to_device
 from cupaged.kv import KVCache
 from cupaged.kv.layouts import checked_layouts
-from cupaged.launch import as_integer
+from cupaged.kv.spans import check_apart, span_of
+from cupaged.launch import as_integer, before_launch
 from cupaged.merge import merge_states
+from cupaged.pointers import DevicePtr
 from cupaged.registry import div_ceil
 from cupaged.registry.decode import group_tokens
 from cupaged.registry.rules import gqa_ratio
@@ -26,6 +37,7 @@ if TYPE_CHECKING:
 _BF16 = ("bfloat16", "uint16")
 # What the decoder of the prefix is given under these names, as the caller knows it.
 _PREFIX_NAMES = {"block_tables": "prefix_table", "seq_lens": "prefix_len"}
+_NO_WINDOW = "a window would have to know each suffix's length"
 
 
 class _Prefix(NamedTuple):
@@ -61,6 +73,13 @@ class CascadeDecoder:
         ArgumentValueError, ArgumentTypeError: see `Decoder`.
     """
 
+    @names_misfits(
+        q_dtype="queries are BF16, as partial results are",
+        causal="it always is",
+        sliding_window=_NO_WINDOW,
+        split_tokens="a result depends on the batch's groups",
+        checked="cupaged.checked_mode() is for all calls",
+    )
     def __init__(
         self,
         gpu: GpuBackend,
@@ -95,6 +114,7 @@ class CascadeDecoder:
         gpu.synchronize()  # the padding is zero, whatever stream the first call comes on
 
     @classmethod
+    @names_misfits()
     def for_cache(
         cls, cache: KVCache, num_q_heads: int, max_seqs: int, *, query_tokens: int = 1, **features: Any
     ) -> CascadeDecoder:
@@ -110,6 +130,7 @@ class CascadeDecoder:
         own = sum(int(array.nbytes) for array in (self._outputs, self._lses, self._padded))
         return self._suffix.workspace_bytes + self._prefix.workspace_bytes + own
 
+    @names_misfits(sliding_window=_NO_WINDOW)
     def decode(
         self,
         q: Any,
@@ -150,6 +171,8 @@ class CascadeDecoder:
         Raises:
             ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
         """
+        if not isinstance(cache, KVCache):
+            raise ArgumentTypeError(f"cache: got {type(cache).__name__}, allowed is a KVCache")
         self._suffix.check_cache(cache)
         call = cache_call(self._gpu, q, block_tables, seq_lens, self._rows, stream)
         check_dtype("q", call.q, _BF16)
@@ -163,6 +186,17 @@ class CascadeDecoder:
         lse = None if lse is None else self._lse(lse, call.num_seqs, stream)
         merged = contiguous(target, "out", (rows, *self._rows[1:]))
         if rows:
+            sinks = backend_array(self._gpu, "sinks", sinks, stream)
+            read = {
+                "prefix_table": table,
+                "prefix_len": lens,
+                "block_tables": call.block_tables,
+                "seq_lens": call.seq_lens,
+                "sinks": sinks,
+                "cache.k_cache": cache.k_cache,
+                "cache.v_cache": cache.v_cache,
+            }
+            self._check_memory({"out": merged, "lse": lse}, read)
             options = {"softmax_scale": softmax_scale, "stream": stream, **_cache_options(cache)}
             self._decode_suffix(call, cache, options | {"sinks": sinks})
             self._decode_prefix(call, _Prefix(cache, table, lens), options)
@@ -174,12 +208,27 @@ class CascadeDecoder:
         """Where the LSE goes, a row for each query token."""
         lse = sized(self._gpu, "lse", given, stream, writable=True)
         check_dtype("lse", lse, ("float32",))
-        tokens, heads = self._rows[:2]
-        rows, full = (num_seqs * tokens, heads), (num_seqs, tokens, heads)
-        if tuple(lse.shape) not in (rows, full):
-            allowed = " or ".join(map(str, dict.fromkeys((rows, full))))
-            raise ArgumentValueError(f"lse: got shape {tuple(lse.shape)}, allowed is {allowed}")
-        return contiguous(lse, "lse", rows)
+        check_lse(lse, num_seqs, self._rows)
+        tokens, heads, _ = self._rows
+        return contiguous(lse, "lse", (num_seqs * tokens, heads))
+
+    def _check_memory(self, written: dict[str, Any], read: dict[str, Any]) -> None:
+        """Raise where results share memory with each other or, in checked mode, with what is read.
+
+        The launches write the workspace before the merge writes these, so what it finds comes too late.
+        """
+        spans = {name: span_of(self._gpu, x) for name, x in written.items() if x is not None}
+        if len(spans) == 2:
+            check_apart("out", spans["out"], "lse", spans["lse"])
+        if before_launch.get() is None:
+            return
+        known = {name: x for name, x in read.items() if hasattr(x, "shape") or isinstance(x, DevicePtr)}
+        for other, array in known.items():
+            for name, span in spans.items():
+                try:
+                    check_apart(name, span, other, span_of(self._gpu, array))
+                except ArgumentValueError as error:
+                    raise CheckedModeError(str(error), array=name) from None
 
     def _table(self, prefix_table: Any, stream: Any) -> Any:
         table = sized(self._gpu, "prefix_table", prefix_table, stream)
@@ -272,17 +321,9 @@ class CascadeDecoder:
                 table_stride=0,
                 **options,
             )
-        except CheckedModeError as error:
-            raise _renamed(error) from None
-
-
-def _renamed(error: CheckedModeError) -> CheckedModeError:
-    """What checked mode found in the prefix's arrays, under the names that the caller gave them by."""
-    name = _PREFIX_NAMES.get(error.array)
-    if name is None:
-        return error
-    text = f"{name}{str(error).removeprefix(error.array)}"
-    return CheckedModeError(text, array=name, index=error.index, value=error.value)
+        except ArgumentError as error:
+            error.rename(_PREFIX_NAMES)
+            raise
 
 
 def _cache_options(cache: KVCache) -> dict[str, Any]:

@@ -7,12 +7,16 @@ finds
 
 * a sequence length below 0 or beyond its block table, a block id outside the pool among those that are
   looked up, a slot beyond the pool (negative slots are skipped by the writers, and allowed),
-* a NaN or an infinity in q, an FP8 scale array with a value that is not finite and above 0, a NaN or +inf
-  among sinks, a NaN among the NVFP4 scales of live tokens,
-* an output that shares memory with an input or with another output.
+* a NaN or an infinity in q, an array of scales by KV head with a value that is not finite and above 0, a NaN
+  or +inf among sinks, a NaN among the NVFP4 scales of live tokens where block tables tell which they are,
+* memory that is written and is another argument's too. Every pointer of every launcher is compared, by the
+  bytes its rows and blocks take; what lies between them is nobody's. Allowed are what is made for it: a merge
+  into one of its parts, copies within a pool, K and V in turns.
 
 Findings are exact and the first of each array: its smallest index. Pool sizes are those the launcher knows;
-without ``num_blocks`` and with bare addresses only negative ids can be found.
+without ``num_blocks`` and with bare addresses only negative ids can be found, and of a pool only its first
+block is compared. Not looked at: the pairs of `copy_cache_blocks` (those outside are left out), NVFP4 scales
+that a step over tiles or a gather reads, and a `Decoder`'s own memory.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -29,6 +32,8 @@ import numpy as np
 from cupaged.checked_rules import Check, Element, check_overlaps, checks_of, named_values
 from cupaged.errors import CheckedModeError
 from cupaged.launch import KernelLaunch, before_launch
+from cupaged.ops._kernels import kernel_of
+from cupaged.registry.checks import INPUT_CHECKS
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
@@ -36,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["checked_mode", "in_checked_mode"]
 
-_MODULE = "input_checks"
 _NOTHING = 0x7F7F7F7F7F7F7F7F  # a record without a finding: every byte 0x7F
 
 _Parameters = ParamSpec("_Parameters")
@@ -72,10 +76,11 @@ def in_checked_mode(launcher: Callable[_Parameters, None]) -> Callable[_Paramete
 def _inspect(kernel: KernelHandle, values: Sequence[Value], stream: int) -> None:
     """What `KernelLaunch.launch` calls before a launch of a kernel of the package."""
     known = kernel.known
-    if known is None or known.module == _MODULE:
+    if known is None or known.module == INPUT_CHECKS:
         return
     named = named_values(kernel, values)
-    check_overlaps(kernel.entry, known.holds, named)
+    written = {parameter.name for parameter in kernel.parameters if not parameter.const}
+    check_overlaps(known.holds, written, named)
     checks = checks_of(known.holds, named)
     if checks:
         _run(kernel.gpu, checks, stream)
@@ -114,15 +119,8 @@ def _value_at(gpu: GpuBackend, element: Element, flat: int, stream: int) -> int 
     return number
 
 
-# Handles by backend: making one reads the kernel's source.
-_handles: weakref.WeakKeyDictionary[Any, dict[str, KernelHandle]] = weakref.WeakKeyDictionary()
-
-
 def _launch(gpu: GpuBackend, entry: str, arguments: tuple[int, ...], stream: int) -> None:
-    kernels = _handles.setdefault(gpu, {})
-    if entry not in kernels:
-        kernels[entry] = gpu.kernel(_MODULE, entry)
-    kernel = kernels[entry]
+    kernel = kernel_of(gpu, INPUT_CHECKS, entry)
     launch = KernelLaunch(gpu, kernel)
     for kind, value in zip(kernel.kinds, arguments, strict=True):
         getattr(launch, f"arg_{kind}")(value)

@@ -5,7 +5,7 @@ Nothing here touches a device. A `Check` says which kernel of ``input_checks.cu`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ import ml_dtypes
 import numpy as np
 
 from cupaged.errors import CheckedModeError
-from cupaged.formats import FORMATS
+from cupaged.formats import NVFP4
 from cupaged.ops._checks import UNLIMITED_BLOCKS, UNLIMITED_SLOTS
+from cupaged.ops._memory import ITEM_BYTES, Values, cache_pool, memory_of, num_gathered
+from cupaged.ops._runs import Run, meet
 
 if TYPE_CHECKING:
     from cupaged.handle import KernelHandle, Value
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Check", "Element", "check_overlaps", "checks_of", "named_values"]
 
 _INT32_MAX = 2**31 - 1
-_FORMAT_NAMES = tuple(fmt.name for fmt in FORMATS)
-
-_Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -92,43 +91,20 @@ def named_values(kernel: KernelHandle, values: Sequence[Value]) -> dict[str, Any
     return v
 
 
-@dataclass(frozen=True)
-class _Pool:
-    """Where the blocks of a pool lie, in bytes."""
-
-    format: str
-    stride: int
-    scale_section: int
-    block_bytes: int
-
-
-def _pool(holds: Mapping[str, str], v: _Values, side: str) -> _Pool:
-    """The K (``side`` "k") or V pool of a launch that has block tables or slots."""
-    number = v.get("key_format" if side == "k" else "value_format")
-    fmt = holds[f"{side}_cache"] if number is None else _FORMAT_NAMES[number]
-    values = v["block_size"] * v["num_kv_heads"] * v["head_dim"]
-    section = v.get(f"{side}_scale_section", v.get("data_section_bytes", 0))
-    block = {"bf16": 2 * values, "fp8": values, "nvfp4": section + values // 16}[fmt]
-    item = 2 if fmt == "bf16" else 1
-    stride = v.get("block_stride_bytes", item * v["cache_stride"] if v.get("cache_stride") else block)
-    return _Pool(fmt, v.get(f"{side}_block_stride", stride), section, block)
-
-
 # ---- what is looked for
 
 
-def _range(v: _Values, array: str, low: int, high: int, allowed: str) -> Check:
-    count, base = v["num_seqs"], v[array]
-    bounds = (count, low, min(high, _INT32_MAX))
+def _range(v: Values, array: str, count: int, high: int, allowed: str) -> Check:
+    base, bounds = v[array], (count, 0, min(high, _INT32_MAX))
     return Check(array, "input_range", (base,), bounds, (count,), allowed, Element.of(base, np.int32))
 
 
-def _lengths(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
+def _lengths(holds: Mapping[str, str], v: Values) -> Iterator[Check]:
     capacity = v["max_blocks_per_seq"] * v["block_size"]
-    yield _range(v, "seq_lens", 0, capacity, f"0 to {capacity} (max_blocks_per_seq * block_size)")
+    yield _range(v, "seq_lens", v["num_seqs"], capacity, f"0 to {capacity} (max_blocks_per_seq * block_size)")
 
 
-def _tables(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
+def _tables(holds: Mapping[str, str], v: Values) -> Iterator[Check]:
     """Only those that a kernel looks up: the attended blocks of each sequence."""
     base, width, stride = v["block_tables"], v["max_blocks_per_seq"], v["table_stride"]
     shape = (v["num_seqs"], width)
@@ -137,24 +113,28 @@ def _tables(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
     yield Check("block_tables", "input_blocks", (base, v["seq_lens"]), after, shape, _ids(v), element)
 
 
-def _tile(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
+def _tile(holds: Mapping[str, str], v: Values) -> Iterator[Check]:
     """A tile's counts and ids, and how much of its last block counts."""
-    capacity, size = v["tile_capacity"], v["block_size"]
-    yield _range(v, "tile_block_counts", 0, capacity, f"0 to {capacity} (tile_capacity)")
+    capacity, size, seqs = v["tile_capacity"], v["block_size"], v["num_seqs"]
+    yield _range(v, "tile_block_counts", seqs, capacity, f"0 to {capacity} (tile_capacity)")
     if v.get("last_block_valid_slots_per_seq"):
-        yield _range(v, "last_block_valid_slots_per_seq", 0, size, f"0 to {size} (block_size)")
-    base, shape = v["tile_blocks"], (v["num_seqs"], capacity)
+        yield _range(v, "last_block_valid_slots_per_seq", seqs, size, f"0 to {size} (block_size)")
+    base, shape = v["tile_blocks"], (seqs, capacity)
     after = (*shape, capacity, 1, 0, v["num_blocks"])  # counts are lengths in blocks of one token
     element = Element.of(base, np.int32)
     yield Check("tile_blocks", "input_blocks", (base, v["tile_block_counts"]), after, shape, _ids(v), element)
 
 
-def _ids(v: _Values) -> str:
+def _gathered(holds: Mapping[str, str], v: Values) -> Iterator[Check]:
+    yield _range(v, "block_ids", num_gathered(v), v["num_blocks"] - 1, _ids(v))
+
+
+def _ids(v: Values) -> str:
     blocks = v["num_blocks"]
     return "0 or more" if blocks == UNLIMITED_BLOCKS else f"0 to {blocks - 1} (num_blocks - 1)"
 
 
-def _slots(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
+def _slots(holds: Mapping[str, str], v: Values) -> Iterator[Check]:
     count, base, slots = v["num_tokens"], v["slot_mapping"], v["num_slots"]
     if slots < UNLIMITED_SLOTS:
         allowed = f"below {slots} (num_blocks * block_size), or negative to skip"
@@ -162,7 +142,7 @@ def _slots(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
         yield Check("slot_mapping", "input_slots", (base,), (count, slots), (count,), allowed, element)
 
 
-def _query(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
+def _query(holds: Mapping[str, str], v: Values) -> Iterator[Check]:
     base, heads, dim, tokens = v["q"], v["num_q_heads"], v["head_dim"], v["query_tokens"]
     row, rows = heads * dim, v["num_seqs"] * tokens
     stride = v.get("q_stride", row)
@@ -172,32 +152,32 @@ def _query(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
     yield Check("q", "input_finite", (base,), (rows, row, stride, exponent), shape, "finite values", element)
 
 
-def _scale_arrays(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
+def _scale_arrays(holds: Mapping[str, str], v: Values) -> Iterator[Check]:
     """Scales for each KV head, where a launcher was given them."""
     count = v["num_kv_heads"]
-    for name in ("k_scales", "v_scales"):
+    for name in ("k_scales", "v_scales", "scales"):
         if v.get(name):
             element = Element.of(v[name], np.float32)
             allowed = "finite values above 0"
             yield Check(name, "input_scales", (v[name],), (count,), (count,), allowed, element)
 
 
-def _sinks(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
+def _sinks(holds: Mapping[str, str], v: Values) -> Iterator[Check]:
     if v["sinks"]:
         count, element = v["num_q_heads"], Element.of(v["sinks"], np.float32)
         allowed = "finite values and -inf"
         yield Check("sinks", "input_sinks", (v["sinks"],), (count,), (count,), allowed, element)
 
 
-def _scale_bytes(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
+def _scale_bytes(holds: Mapping[str, str], v: Values) -> Iterator[Check]:
     """The scales inside an NVFP4 cache, of the tokens that are attended."""
     seqs, width, size = v["num_seqs"], v["max_blocks_per_seq"], v["block_size"]
     heads, groups = v["num_kv_heads"], v["head_dim"] // 16
     shape = (seqs, width * size, heads, groups)
     sizes = (seqs, width, v["table_stride"], size, v["oldest_window"], v["num_blocks"], heads, groups)
     for side in ("k", "v"):
-        pool = _pool(holds, v, side)
-        if pool.format == "nvfp4":
+        pool = cache_pool(holds, v, side)
+        if pool.format == NVFP4:
             before = (v[f"{side}_cache"], v["block_tables"], v["seq_lens"])
             after = (*sizes, v.get("heads_first", 0), pool.stride, pool.scale_section)
             allowed = "no NaN in [sequence, token, kv_head, group]"
@@ -205,12 +185,13 @@ def _scale_bytes(holds: Mapping[str, str], v: _Values) -> Iterator[Check]:
 
 
 # Names that a kernel's arguments must have, and the checks that then apply, in the order of reports.
-_RULES: tuple[tuple[frozenset[str], Callable[[Mapping[str, str], _Values], Iterator[Check]]], ...] = tuple(
+_RULES: tuple[tuple[frozenset[str], Callable[[Mapping[str, str], Values], Iterator[Check]]], ...] = tuple(
     (frozenset(names.split()), rule)
     for names, rule in (
         ("seq_lens max_blocks_per_seq block_size num_seqs", _lengths),
         ("block_tables seq_lens max_blocks_per_seq block_size num_blocks num_seqs", _tables),
         ("tile_blocks tile_block_counts tile_capacity block_size num_blocks num_seqs", _tile),
+        ("block_ids seq_len block_size num_blocks", _gathered),
         ("slot_mapping num_slots num_tokens", _slots),
         ("q num_q_heads head_dim num_seqs", _query),
         ("num_kv_heads", _scale_arrays),
@@ -220,7 +201,7 @@ _RULES: tuple[tuple[frozenset[str], Callable[[Mapping[str, str], _Values], Itera
 )
 
 
-def checks_of(holds: Mapping[str, str], v: _Values) -> list[Check]:
+def checks_of(holds: Mapping[str, str], v: Values) -> list[Check]:
     """Everything to look at before a launch.
 
     Args:
@@ -232,77 +213,50 @@ def checks_of(holds: Mapping[str, str], v: _Values) -> list[Check]:
 
 # ---- outputs that share memory with something
 
-_WRITTEN = frozenset({"output", "workspace", "lse", "m_state", "l_state", "o_state", "out_max"})
-_WRITTEN_BY_WRITERS = frozenset({"k_cache", "v_cache"})
-
 
 @dataclass(frozen=True)
 class _Span:
     name: str
-    begin: int
-    end: int
+    runs: tuple[Run, ...]
+
+    def __str__(self) -> str:
+        filled = [run for run in self.runs if run.end > run.begin]
+        return f"{min(run.begin for run in filled):#x} to {max(run.end for run in filled):#x}"
 
 
-def check_overlaps(entry: str, holds: Mapping[str, str], v: _Values) -> None:
-    """Raise CheckedModeError where an output shares memory with something else, as far as sizes are known."""
-    spans = [span for span in _spans(holds, v) if span.begin and span.end > span.begin]
-    written = _WRITTEN_BY_WRITERS if "slot_mapping" in v else _WRITTEN
-    if entry == "attention_finalize" or "reduce" in entry:
-        written = frozenset({"output"})
+def check_overlaps(holds: Mapping[str, str], written: Set[str], v: Values) -> None:
+    """Raise CheckedModeError where an output shares memory with something else, as far as sizes are known.
+
+    Args:
+        holds: what each pointer parameter holds, from the registry.
+        written: parameters that the kernel may write through.
+        v: from `named_values`.
+    """
+    spans = [_Span(name, runs) for name, runs in memory_of(holds, v)]
     for output in spans:
         if output.name not in written:
             continue
         for other in spans:
-            pools = {output.name, other.name} == {"k_cache", "v_cache"}  # may be interleaved
-            if other is output or pools or other.begin >= output.end or output.begin >= other.end:
+            if other is output or not meet(output.runs, other.runs) or _may_share(holds, v, output, other):
                 continue
             raise CheckedModeError(
-                f"{output.name}: bytes {output.begin:#x} to {output.end:#x} share memory with {other.name}, "
-                f"{other.begin:#x} to {other.end:#x}",
+                f"{output.name}: bytes {output} share memory with {other.name}, {other}",
                 array=output.name,
-                value=output.begin,
+                value=v[output.name],
             )
 
 
-def _rows(count: int, stride: int, row: int) -> int:
-    """Elements from the first row's begin to the last one's end."""
-    return (count - 1) * stride + row if count else 0
-
-
-def _spans(holds: Mapping[str, str], v: _Values) -> Iterator[_Span]:
-    """Memory that a launch reads or writes, as far as its scalars tell."""
-    seqs, heads, dim = v.get("num_seqs", 0), v.get("num_q_heads", 0), v.get("head_dim", 0)
-    tokens, row = v.get("num_tokens", 0), v.get("num_kv_heads", 0) * dim
-    rows, width = seqs * v["query_tokens"], v.get("max_blocks_per_seq", 0)
-    out = rows * heads * dim
-    sizes = {
-        "q": 2 * _rows(rows, v.get("q_stride", heads * dim), heads * dim),
-        "output": 2 * out,
-        "lse": 4 * rows * heads,
-        "workspace": 4 * seqs * heads * v.get("num_splits", 0) * (dim + 2),
-        "block_tables": 4 * _rows(seqs, v.get("table_stride", 0), width),
-        "seq_lens": 4 * seqs,
-        "tile_blocks": 4 * seqs * v.get("tile_capacity", 0),
-        "tile_block_counts": 4 * seqs,
-        "last_block_valid_slots_per_seq": 4 * seqs,
-        "m_state": 4 * seqs * heads,
-        "l_state": 4 * seqs * heads,
-        "o_state": 4 * out,
-        "slot_mapping": 8 * tokens,
-        "key": 2 * _rows(tokens, v.get("key_stride", 0), row),
-        "value": 2 * _rows(tokens, v.get("value_stride", 0), row),
-        "out_max": 4,
-        "data": 2 * v.get("n_elems", 0),
-    }
-    if {"k_cache", "v_cache"} <= holds.keys() and {"block_size", "num_kv_heads", "head_dim"} <= v.keys():
-        sizes |= {f"{side}_cache": _pool_bytes(_pool(holds, v, side), v) for side in ("k", "v")}
-    for name in holds:
-        if name in sizes:
-            yield _Span(name, int(v[name]), int(v[name]) + sizes[name])
-
-
-def _pool_bytes(pool: _Pool, v: _Values) -> int:
-    """From the first block to the end of the last; one block where the pool's size is not known."""
-    blocks = v["num_slots"] // v["block_size"] if "num_slots" in v else v.get("num_blocks", 1)
-    known = v.get("num_slots", 0) < UNLIMITED_SLOTS and blocks < UNLIMITED_BLOCKS
-    return _rows(blocks if known else 1, pool.stride, pool.block_bytes)
+def _may_share(holds: Mapping[str, str], v: Values, output: _Span, other: _Span) -> bool:
+    """A merge may write into one of its parts, and blocks may be copied within a pool."""
+    names = (output.name, other.name)
+    if names in (("out", "outputs"), ("out_lse", "lses")):
+        part = ITEM_BYTES[holds[other.name]] * v["part_stride" if output.name == "out" else "lse_stride"]
+        at = v[output.name] - v[other.name]
+        inside = at == 0 or (part > 0 and at % part == 0 and 0 < at // part < v["num_parts"])
+        return holds[output.name] == holds[other.name] and inside
+    if names in (("k_target", "k_source"), ("v_target", "v_source")):
+        stride = v["target_stride_bytes"]
+        at = v[output.name] - v[other.name]
+        same = (stride, v["target_section_bytes"]) == (v["source_stride_bytes"], v["source_section_bytes"])
+        return same and (at == 0 or (stride > 0 and at % stride == 0))
+    return False

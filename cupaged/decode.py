@@ -8,32 +8,33 @@ from typing import TYPE_CHECKING, Any, overload
 from cupaged.checked import in_checked_mode
 from cupaged.decode_arguments import (
     CacheCall,
-    backend_arrays,
     cache_call,
     call_error,
     check_dtypes,
+    check_lse,
     check_sizes,
     factor,
+    names_misfits,
     result_array,
     score_factor,
+    window_of,
 )
 from cupaged.decode_kernels import MAX_SEQS, kernels_of
 from cupaged.decode_layouts import (
     chunk_sizes,
     difference,
     dtypes_of,
-    flag,
-    in_range,
     layout_spec,
     pools_of,
     scale_rule,
     strides_of,
 )
-from cupaged.errors import ArgumentTypeError, ArgumentValueError, KernelFault
+from cupaged.errors import ArgumentError, ArgumentTypeError, ArgumentValueError, KernelFault
 from cupaged.formats import CacheLayout
+from cupaged.interop import backend_arrays, check_backend
 from cupaged.kv import KVCache
 from cupaged.kv.layouts import checked_layouts
-from cupaged.launch import as_integer
+from cupaged.launch import as_integer, flag, in_range
 from cupaged.ops._batch import decode_batch
 from cupaged.ops._checks import check_num_blocks, check_scale, check_score_scale
 from cupaged.ops._pools import check_readable
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _ARRAYS = (
     "q", "k_cache", "v_cache", "block_tables", "seq_lens", "output", "lse", "k_scales", "v_scales", "sinks",
 )  # fmt: skip
+_WRITTEN = ("output", "lse")
 _ADDRESSES = {int, type(None)}
 _NO_OPTIONS: dict[str, Any] = {}
 
@@ -86,6 +88,7 @@ class Decoder:
         CompileError: the kernel does not compile.
     """
 
+    @names_misfits()
     def __init__(
         self,
         gpu: GpuBackend,
@@ -102,6 +105,7 @@ class Decoder:
         max_blocks_per_seq: int | None = None,
         checked: bool = False,
     ) -> None:
+        check_backend(gpu)
         layout, value_layout = checked_layouts(layout, value_layout)
         self._num_q_heads = as_integer("num_q_heads", num_q_heads)
         self._max_seqs = in_range("max_seqs", max_seqs, 1, MAX_SEQS)
@@ -139,6 +143,7 @@ class Decoder:
         return self._kernels.workspace_bytes
 
     @classmethod
+    @names_misfits()
     def for_cache(cls, cache: KVCache, num_q_heads: int, max_seqs: int, **features: Any) -> Decoder:
         """A decoder of a cache's backend and layouts; features as `Decoder` takes them by keyword."""
         if not isinstance(cache, KVCache):
@@ -158,7 +163,7 @@ class Decoder:
         stream: Any,
         lse: Any = None,
         softmax_scale: float | None = None,
-        sliding_window: int = 0,
+        sliding_window: int | None = 0,
         sinks: Any = None,
     ) -> Any: ...
 
@@ -177,7 +182,7 @@ class Decoder:
         stream: Any,
         lse: Any = None,
         softmax_scale: float | None = None,
-        sliding_window: int = 0,
+        sliding_window: int | None = 0,
         q_stride: int | None = None,
         table_stride: int | None = None,
         k_scale: float | None = None,
@@ -215,7 +220,7 @@ class Decoder:
             lse: F32, a number for each row of the output, written where given: the natural logarithm of the
                 sum of exponentials of the scaled scores (and the sink); -inf for an empty sequence.
             softmax_scale: factor on q k, 1 / sqrt(head_dim) by default.
-            sliding_window: newest tokens attended, counted from each query token; 0 attends to all.
+            sliding_window: newest tokens attended, counted from each query token; 0 or None: all.
             q_stride: elements between query tokens of q, num_q_heads * head_dim by default.
             table_stride: entries between rows of block_tables, max_blocks_per_seq by default; 0 where all
                 sequences have the same row.
@@ -250,7 +255,7 @@ class Decoder:
         stream: Any,
         lse: Any = None,
         softmax_scale: float | None = None,
-        sliding_window: int = 0,
+        sliding_window: int | None = 0,
         sinks: Any = None,
     ) -> Any:
         self.check_cache(cache)
@@ -268,6 +273,7 @@ class Decoder:
                 found.table_stride, k_scale, v_scale, cache.num_blocks,
             )  # fmt: skip
             given = (found.q, cache.k_cache, cache.v_cache, found.block_tables, found.seq_lens, result)
+            check_lse(lse, found.num_seqs, self._rows)
             self._decode_anew(scalars, (*given, lse, k_scales, v_scales, sinks), stream)
 
         given = (q, cache.k_cache, cache.v_cache, block_tables, seq_lens, out, lse, k_scales, v_scales, sinks)
@@ -283,7 +289,7 @@ class Decoder:
     def check_cache(self, cache: KVCache) -> None:
         """Raise ArgumentValueError for a cache of another backend or of other layouts."""
         if cache.gpu is not self._gpu:
-            raise ArgumentValueError(f"cache: got {cache!r}, allowed is one on the decoder's backend")
+            raise ArgumentValueError("cache: got one on another backend, allowed is one on the decoder's")
         for name, got, own in (
             ("layout", cache.layout, self._layout),
             ("value_layout", cache.value_layout, self._value_layout),
@@ -305,7 +311,7 @@ class Decoder:
         stream: Any,
         lse: Any = None,
         softmax_scale: float | None = None,
-        sliding_window: int = 0,
+        sliding_window: int | None = 0,
         q_stride: int | None = None,
         table_stride: int | None = None,
         k_scale: float | None = None,
@@ -338,6 +344,9 @@ class Decoder:
         except KernelFault:
             self._kernels.restore(stream)
             raise
+        except ArgumentError as error:
+            error.leave_out_kernel()
+            raise
 
     def _decode_anew(self, scalars: tuple[Any, ...], given: tuple[Any, ...], stream: Any) -> None:
         """Check everything and launch."""
@@ -359,13 +368,19 @@ class Decoder:
             self._num_q_heads * layout.head_dim if q_stride is None else q_stride,
             self._query_tokens,
         )
+        # As ints: products of NumPy's integers overflow.
+        num_seqs, max_blocks_per_seq = batch.num_seqs, batch.max_blocks_per_seq
+        stride = max_blocks_per_seq if table_stride is None else as_integer("table_stride", table_stride)
+        window = window_of(sliding_window)
         is_bare = _ADDRESSES.issuperset(map(type, given))
-        given = given if is_bare else backend_arrays(self._gpu, _ARRAYS, given, stream)
+        if not is_bare:
+            named = dict(zip(_ARRAYS, given, strict=True))
+            given = tuple(backend_arrays(self._gpu, named, stream, _WRITTEN).values())
         q, k_cache, v_cache, block_tables, seq_lens, output, lse, k_scales, v_scales, sinks = given
         if is_bare:
             blocks = check_num_blocks(None if num_blocks is None else as_integer("num_blocks", num_blocks))
         else:
-            batch.check(q, block_tables, seq_lens, scale, table_stride)
+            batch.check(q, block_tables, seq_lens, scale, stride)
             check_dtypes(self._dtypes, q=q, k_cache=k_cache, v_cache=v_cache, output=output)
             check_sizes(self._rows, output, lse, sinks, batch.outputs)
             blocks = min(
@@ -378,22 +393,8 @@ class Decoder:
             return
         check_readable(blocks)
         inputs = Inputs(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            seq_lens,
-            k_scales,
-            v_scales,
-            batch.q_stride,
-            *self._strides,
-            max_blocks_per_seq if table_stride is None else table_stride,
-            max_blocks_per_seq,
-            num_seqs,
-            blocks,
-            sliding_window,
-            score_factor(scale, k_factor),
-            v_factor,
-            self._soft_cap,
-        )
+            q, k_cache, v_cache, block_tables, seq_lens, k_scales, v_scales, batch.q_stride, *self._strides,
+            stride, max_blocks_per_seq, num_seqs, blocks, window, score_factor(scale, k_factor),
+            v_factor, self._soft_cap,
+        )  # fmt: skip
         self._launch(inputs, output, 0 if lse is None else lse, 0 if sinks is None else sinks, stream)

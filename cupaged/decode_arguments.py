@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from cupaged.errors import ArgumentTypeError, ArgumentValueError, CheckedModeError, CupagedError
-from cupaged.interop import PLAIN_TYPES, backend_array, is_capturing, stream_memory
+from cupaged.errors import ArgumentError, ArgumentTypeError, ArgumentValueError
+from cupaged.interop import backend_array, is_capturing, stream_memory
 from cupaged.kv import KVCache
-from cupaged.ops._checks import check_scale, check_score_scale, check_shape, check_size
-from cupaged.pointers import DevicePtr
+from cupaged.launch import as_integer
+from cupaged.ops._checks import check_each, check_scale, check_score_scale, check_size
+from cupaged.pointers import DevicePtr, is_null
 from cupaged.registry import dtype_names
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
 _INT32_BYTES = 4
+_MAX_WINDOW = 2**32 - 1
 _POOL_SIZES = {"num_seqs", "max_blocks_per_seq"}  # of the form with pools, which has no defaults for them
-_CACHE_NAMES = {"output": "out"}  # what the form with pools calls an argument -> what that with a cache does
+_MOST_WITH_CACHE = 5  # arguments by position of the form with a cache
+_CACHE_NAMES = {"output": "out"}  # the kernels' name, and that of the form with pools -> that with a cache
 
 
 class CacheCall(NamedTuple):
@@ -67,29 +73,95 @@ def cache_call(
     if len(seq_lens.shape) != 1:
         raise ArgumentValueError(f"seq_lens: got shape {tuple(seq_lens.shape)}, allowed is [num_seqs]")
     num_seqs = int(seq_lens.shape[0])
+    _check_counts(q, block_tables, num_seqs, rows)
     shape, (flat, q_stride) = tuple(q.shape), _query_rows(q, num_seqs, rows)
     tables, columns, table_stride = _table_rows(gpu, block_tables, num_seqs)
     return CacheCall(flat, tables, seq_lens, shape, num_seqs, columns, q_stride, table_stride)
 
 
+def _check_counts(q: Any, block_tables: Any, num_seqs: int, rows: tuple[int, int, int]) -> None:
+    """Raise ArgumentValueError about seq_lens where both others agree on another number of sequences."""
+    shape = tuple(q.shape)
+    if shape[1:] == rows[1:]:
+        others, rest = divmod(shape[0], rows[0])
+    else:
+        others, rest = (shape[0], 0) if shape[1:] == rows else (num_seqs, 0)
+    if others != num_seqs and not rest and block_tables.shape[:1] == (others,):
+        raise ArgumentValueError(
+            f"seq_lens: got shape ({num_seqs},), allowed is ({others},): q and block_tables are of {others} "
+            "sequences"
+        )
+
+
 def call_error(error: Exception, form: Callable[..., Any], given: Sequence[Any], options: Any) -> Exception:
     """The error of a call of `Decoder.decode`, under the names that its arguments were given by."""
-    signature = inspect.signature(form)
-    over_cache = "cache" in signature.parameters
-    if isinstance(error, CupagedError):
-        return _renamed(error) if over_cache else error
-    try:
-        signature.bind(*given, **options)
-    except TypeError as misfit:
-        if not over_cache and not _POOL_SIZES & options.keys():
-            return _no_cache(given, options)
-        found = re.search(r"'(\w+)'", str(misfit))
-        name = f"{found[1]}: " if found else ""
-        takes = "q, cache" if over_cache else "q, k_cache, v_cache"
-        return ArgumentTypeError(
-            f"{name}{misfit}; decode({takes}, ...) takes {', '.join(signature.parameters)}"
-        )
-    return error
+    parameters = inspect.signature(form).parameters
+    over_cache = "cache" in parameters
+    if isinstance(error, ArgumentError):
+        if over_cache:
+            error.rename(_CACHE_NAMES)
+        return error
+    misfit = _misfit(parameters, given, options)
+    if misfit is None:
+        return error
+    of_pools = len(given) > _MOST_WITH_CACHE or _POOL_SIZES & options.keys()
+    if not over_cache and not of_pools:
+        return _no_cache(given, options)
+    takes = "q, cache" if over_cache else "q, k_cache, v_cache"
+    return ArgumentTypeError(f"{misfit}; decode({takes}, ...) takes {', '.join(parameters)}")
+
+
+def _misfit(
+    parameters: Mapping[str, inspect.Parameter], given: Sequence[Any], options: Mapping[str, Any]
+) -> str | None:
+    """Why Python cannot call a function of these parameters so, the argument's name first; None if it can."""
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    parameters = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    places = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(given) > len(places):
+        return f"got {len(given)} arguments without a name, which are too many positional arguments"
+    by_place = places[: len(given)]
+    needed = [name for name, p in parameters.items() if p.default is p.empty]
+    found = {
+        "given twice": [name for name in by_place if name in options],
+        "unexpected keyword": [name for name in options if name not in parameters and not takes_any],
+        "missing": [name for name in needed if name not in (*by_place, *options)],
+    }
+    return next((f"{', '.join(names)}: {fault}" for fault, names in found.items() if names), None)
+
+
+def names_misfits(
+    **reasons: str,
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+    """Arguments that a method has not, or that are missing, raise an ArgumentTypeError that begins with them.
+
+    Args:
+        **reasons: an argument that the method does not take -> why.
+    """
+
+    def decorate(method: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+        _, *named = inspect.signature(method).parameters.items()  # without self
+        parameters = dict(named)
+        takes = ", ".join(f"**{x}" if p.kind is p.VAR_KEYWORD else x for x, p in named)
+        called = method.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(method)
+        def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+            try:
+                return method(*args, **kwargs)
+            except TypeError as error:
+                if isinstance(error, ArgumentError):
+                    raise
+                misfit = _misfit(parameters, args[1:], kwargs)
+                if misfit is None:
+                    raise
+                told = "".join(f"; {reason}" for name, reason in reasons.items() if name in kwargs)
+                text = f"{misfit}{told}; {called} takes {takes}"
+            raise ArgumentTypeError(text)
+
+        return checked
+
+    return decorate
 
 
 def _no_cache(given: Sequence[Any], options: Mapping[str, Any]) -> ArgumentTypeError:
@@ -104,15 +176,6 @@ def _no_cache(given: Sequence[Any], options: Mapping[str, Any]) -> ArgumentTypeE
     return ArgumentTypeError(f"cache: got {got}, allowed is a KVCache (or both pools and {sizes})")
 
 
-def _renamed(error: CupagedError) -> CupagedError:
-    """The error with the names that arguments of the cache form have."""
-    text = re.sub(r"\b\w+(?=[:,])", lambda word: _CACHE_NAMES.get(word[0], word[0]), str(error))
-    error.args = (text, *error.args[1:])
-    if isinstance(error, CheckedModeError):
-        error.array = _CACHE_NAMES.get(error.array, error.array)
-    return error
-
-
 def sized(gpu: Any, name: str, value: Any, stream: Any, *, writable: bool = False) -> Any:
     """An array of the backend over `value`, which must know its shape.
 
@@ -125,7 +188,11 @@ def sized(gpu: Any, name: str, value: Any, stream: Any, *, writable: bool = Fals
             f"{name}: got {type(value).__name__}, allowed is an array of the backend; addresses go with both "
             "pools and the sizes in place of the cache"
         )
-    gpu.pointer(array)  # it lives on this backend
+    try:
+        gpu.pointer(array)  # it lives on this backend
+    except ArgumentError as error:
+        error.rename({"pointer": name})
+        raise
     return array
 
 
@@ -179,12 +246,15 @@ def _query_rows(q: Any, num_seqs: int, rows: tuple[int, int, int]) -> tuple[Any,
                 "apart"
             )
         q = q[:, 0] if tokens == 1 else q.reshape(flat)
-    if q.strides is None or shape[0] == 0:
+    if q.strides is None or flat[0] < 2:
         return q, heads * head_dim
     step, rest = divmod(q.strides[0], q.dtype.itemsize)
-    if rest:
-        raise ArgumentValueError(f"q: got {q.strides[0]} bytes between rows, allowed are whole elements")
-    return q, int(step) if flat[0] > 1 else heads * head_dim
+    if rest or step < heads * head_dim:
+        raise ArgumentValueError(
+            f"q: got strides {q.strides} (bytes) for shape {shape}; from a query token to the next, allowed "
+            f"are whole elements, and {heads * head_dim} or more"
+        )
+    return q, int(step)
 
 
 def _table_rows(gpu: Any, tables: Any, num_seqs: int) -> tuple[Any, int, int]:
@@ -212,22 +282,40 @@ def _table_rows(gpu: Any, tables: Any, num_seqs: int) -> tuple[Any, int, int]:
 def check_sizes(rows: tuple[int, int, int], output: Any, lse: Any, sinks: Any, outputs: int) -> None:
     """What a decoder of these rows writes, `outputs` elements of them, has room; the sinks are all there."""
     _, num_q_heads, head_dim = rows
-    check_size("output", output, outputs)
-    if lse is not None and type(lse) is not int:
-        check_shape("lse", lse, (num_q_heads,))
-        check_size("lse", lse, outputs // head_dim)
-    if sinks is not None:
-        check_size("sinks", sinks, num_q_heads)
+    check_size("output", output, outputs, 2)
+    shape = _shape_of(lse)
+    if shape is not None and len(shape) > 1 and shape[-1] != num_q_heads:
+        raise ArgumentValueError(
+            f"lse: got shape {shape}, allowed are rows of {num_q_heads}, a number for each query head"
+        )
+    check_size("lse", lse, outputs // head_dim)
+    check_each("sinks", sinks, num_q_heads)
 
 
-def backend_arrays(gpu: Any, names: tuple[str, ...], given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
-    """What was given under these names, other libraries' arrays as the backend's."""
-    if PLAIN_TYPES.issuperset(map(type, given)):
-        return given
-    return tuple(
-        backend_array(gpu, name, value, stream, writable=name in ("output", "lse"))
-        for name, value in zip(names, given, strict=True)
+def check_lse(lse: Any, num_seqs: int, rows: tuple[int, int, int]) -> None:
+    """Raise ArgumentValueError for an array that has not a number for each row of the output; see `rows`."""
+    tokens, heads, _ = rows
+    allowed = dict.fromkeys(
+        ((num_seqs * tokens, heads), (num_seqs, tokens, heads), (num_seqs * tokens * heads,))
     )
+    shape = _shape_of(lse)
+    if shape is not None and shape not in allowed:
+        raise ArgumentValueError(f"lse: got shape {shape}, allowed is {' or '.join(map(str, allowed))}")
+
+
+def _shape_of(array: Any) -> tuple[int, ...] | None:
+    """None for an address, of which nothing is known, and for what is left out."""
+    return None if isinstance(array, np.generic) or not hasattr(array, "shape") else tuple(array.shape)
+
+
+def window_of(sliding_window: Any) -> int:
+    """Newest tokens attended, as kernels take them: 0 for all."""
+    window = 0 if sliding_window is None else as_integer("sliding_window", sliding_window)
+    if not 0 <= window <= _MAX_WINDOW:
+        raise ArgumentValueError(
+            f"sliding_window: got {window}, allowed is 1 to {_MAX_WINDOW} newest tokens; 0 is no window"
+        )
+    return window
 
 
 def check_dtypes(allowed: Mapping[str, tuple[str, ...]], **arrays: Any) -> None:
@@ -262,13 +350,15 @@ def factor(
         name: of the argument.
         rule: of the cache's format, from `cupaged.decode_layouts.scale_rule`.
         scale: for all heads, or None.
-        scales: F32 ``[num_kv_heads]``, or None.
+        scales: F32 ``[num_kv_heads]``, or None; a null pointer is none either.
         num_kv_heads: of the cache.
 
     Raises:
         ArgumentValueError: one that the format has not, or none where it needs one.
     """
     format_name, allowed, needed = rule
+    if is_null(scales):
+        scales = None
     given = scale is not None or scales is not None
     if given and not allowed:
         got = scale if scale is not None else scales
@@ -277,6 +367,5 @@ def factor(
         raise ArgumentValueError(
             f"{name}: got None; an {format_name} cache needs it or {name}s, as it was written"
         )
-    if scales is not None:
-        check_size(f"{name}s", scales, num_kv_heads)
+    check_each(f"{name}s", scales, num_kv_heads)
     return 1.0 if scale is None else check_scale(name, scale), 0 if scales is None else scales

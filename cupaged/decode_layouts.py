@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.errors import ArgumentValueError
 from cupaged.formats import FORMATS, CacheLayout
-from cupaged.launch import as_integer
+from cupaged.launch import as_integer, in_range
 from cupaged.ops._pools import Pools
 from cupaged.registry import DTYPES
 from cupaged.registry.decode import is_joined, planned_spec
@@ -15,25 +15,6 @@ from cupaged.registry.ring import TILE_TOKENS
 
 _MAX_SPLIT_TOKENS = 2**31  # longer than any sequence; kernels add one to a length in 32 bits
 _QUERY_DTYPES = {"bfloat16": ("bfloat16", "uint16"), "float16": ("float16",)}
-
-
-def in_range(name: str, value: int, least: int, most: int) -> int:
-    """The integer, which must be in that range."""
-    value = as_integer(name, value)
-    if not least <= value <= most:
-        raise ArgumentValueError(f"{name}: got {value}, allowed is {least} to {most}")
-    return value
-
-
-def flag(name: str, value: Any) -> bool:
-    """A bool as it is.
-
-    Raises:
-        ArgumentTypeError: anything else, which would count as True or False without a word.
-    """
-    if value is not True and value is not False:
-        raise ArgumentTypeError(f"{name}: got {value!r}, allowed are True and False")
-    return bool(value)
 
 
 def difference(given: CacheLayout, own: CacheLayout) -> str:
@@ -54,8 +35,8 @@ def pools_of(layout: CacheLayout) -> Pools:
 
 def scale_rule(layout: CacheLayout) -> tuple[str, bool, bool]:
     """Format name, whether it may have scales, and whether it must."""
-    name = layout.format.name
-    return name, name != "bf16", name == "fp8"
+    stored = layout.format
+    return stored.name, stored.needs_scale or stored.has_scale_section, stored.needs_scale
 
 
 def is_joined_layout(layout: CacheLayout) -> bool:
@@ -88,7 +69,7 @@ def layout_spec(layout: CacheLayout, value_layout: CacheLayout, **others: int) -
 
 def dtypes_of(q_dtype: str, layout: CacheLayout, value_layout: CacheLayout) -> dict[str, tuple[str, ...]]:
     """Dtypes of a decoder's arrays, by name."""
-    if q_dtype not in _QUERY_DTYPES:
+    if not isinstance(q_dtype, str) or q_dtype not in _QUERY_DTYPES:
         raise ArgumentValueError(f"q_dtype: got {q_dtype!r}, allowed are {', '.join(_QUERY_DTYPES)}")
     rows = _QUERY_DTYPES[q_dtype]
     pools = {f"{side}_cache": DTYPES[x.format.name] for side, x in (("k", layout), ("v", value_layout))}

@@ -6,6 +6,7 @@ Layouts of the structs: DLPack 1.1 (``dlpack.h``); capsules of before 1.0 are re
 from __future__ import annotations
 
 import ctypes
+import operator
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,6 @@ class DLTensor:
         shape: elements along each axis.
         strides: bytes between elements along each axis.
         dtype: NumPy's or ml_dtypes'.
-        device: (type, index), as `CPU` and `CUDA` name types.
         read_only: whether it must not be written.
         owner: holds the memory for as long as it lives.
     """
@@ -105,7 +105,6 @@ class DLTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
-    device: tuple[int, int]
     read_only: bool
     owner: object
 
@@ -113,6 +112,21 @@ class DLTensor:
 def is_producer(value: Any) -> bool:
     """Whether an object lends its memory by DLPack."""
     return hasattr(type(value), "__dlpack__") and hasattr(type(value), "__dlpack_device__")
+
+
+def device_of(producer: Any) -> tuple[int, int]:
+    """Type and ordinal of the device that a producer's memory is on.
+
+    Raises:
+        ArgumentTypeError: it does not say so.
+    """
+    try:
+        kind, index = producer.__dlpack_device__()
+        return operator.index(kind), operator.index(index)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"array: got a {type(producer).__name__} whose __dlpack_device__ gives no pair of integers"
+        ) from None
 
 
 def borrow(producer: Any, stream: int | None) -> DLTensor:
@@ -125,23 +139,33 @@ def borrow(producer: Any, stream: int | None) -> DLTensor:
             memory of the CPU.
 
     Raises:
-        ArgumentTypeError: elements of a type that nothing here takes.
+        ArgumentTypeError: no memory is lent, or elements of a type that nothing here takes.
     """
     try:
-        capsule = producer.__dlpack__(stream=stream, max_version=_NEWEST)
-    except TypeError:  # a producer of before 1.0 knows no max_version
-        capsule = producer.__dlpack__(stream=stream)
+        try:
+            capsule = producer.__dlpack__(stream=stream, max_version=_NEWEST)
+        except TypeError:  # a producer of before 1.0 knows no max_version
+            capsule = producer.__dlpack__(stream=stream)
+    except BufferError as error:  # how the protocol says that there is nothing to lend
+        raise ArgumentTypeError(
+            f"array: got a {type(producer).__name__} that does not lend its memory: {error}"
+        ) from error
     if _is_valid(capsule, b"dltensor_versioned"):
         address = _get_pointer(capsule, b"dltensor_versioned")
         versioned = _ManagedVersioned.from_address(address)
         if versioned.major > _NEWEST[0]:
             raise ArgumentTypeError(
-                f"{type(producer).__name__}: got DLPack {versioned.major}.{versioned.minor}, allowed are "
-                f"versions up to {_NEWEST[0]}"
+                f"array: got DLPack {versioned.major}.{versioned.minor}, allowed are versions up to "
+                f"{_NEWEST[0]} (a {type(producer).__name__} lends it)"
             )
         _set_name(capsule, b"used_dltensor_versioned")
         owner = _Owner(address, versioned.deleter)
         return _described(producer, versioned.tensor, owner, bool(versioned.flags & _READ_ONLY))
+    if not _is_valid(capsule, b"dltensor"):
+        raise ArgumentTypeError(
+            f"array: got a {type(producer).__name__} whose __dlpack__ gives {capsule!r}, allowed is a "
+            "capsule that nobody has taken"
+        )
     address = _get_pointer(capsule, b"dltensor")
     managed = _Managed.from_address(address)
     _set_name(capsule, b"used_dltensor")
@@ -152,7 +176,7 @@ def _described(producer: Any, tensor: _Tensor, owner: object, read_only: bool) -
     dtype = _DTYPES.get((tensor.code, tensor.bits, tensor.lanes))
     if dtype is None:
         raise ArgumentTypeError(
-            f"{type(producer).__name__}: got elements of DLPack type code {tensor.code} with "
+            f"array: got a {type(producer).__name__} with elements of DLPack type code {tensor.code} with "
             f"{tensor.bits} bits and {tensor.lanes} lanes; allowed are integers, floats, bfloat16, "
             "float8_e4m3fn and pairs of float4_e2m1fn"
         )
@@ -162,7 +186,7 @@ def _described(producer: Any, tensor: _Tensor, owner: object, read_only: bool) -
     else:
         strides = _contiguous(shape, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
-    return DLTensor(address, shape, strides, dtype, (tensor.device_type, tensor.device_id), read_only, owner)
+    return DLTensor(address, shape, strides, dtype, read_only, owner)
 
 
 def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

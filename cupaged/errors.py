@@ -6,24 +6,81 @@ One root, ``CupagedError``. Errors about arguments also derive from the built-in
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NAME = r"[A-Za-z_][\w.]*"
+# How messages begin: "name: got", "name[3]: got", "name, name: got"; and the other argument that some name.
+_NAMED = re.compile(rf"({_NAME}(?:, {_NAME})*)((?:\[[^]]*\])?: .*)", re.DOTALL)
+_SHARING = re.compile(r"(.* (?:is shared|share memory) with )(\w+)(.*)", re.DOTALL)
+
 
 class CupagedError(Exception):
-    """Root of all errors raised by cupaged."""
+    """Root of all errors raised by cupaged. They are pickled with their attributes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own way calls `__init__` with the message alone, and some ask for more.
+        return _unpickled, (type(self), self.args), self.__dict__
 
 
-class ArgumentValueError(CupagedError, ValueError):
+def _unpickled(kind: type[CupagedError], args: tuple[Any, ...]) -> CupagedError:
+    return kind.__new__(kind, *args)
+
+
+class ArgumentError(CupagedError):
+    """An argument is not as it must be: the root of the three below.
+
+    Attributes:
+        kernel: entry name of the kernel that the argument was given for, where the message begins with it.
+        argument: name of the argument, or several with commas; "" where the message begins with none.
+    """
+
+    def __init__(self, message: str = "", *, kernel: str = "") -> None:
+        named = _NAMED.fullmatch(message)
+        self.kernel = kernel
+        self.argument, self._rest = named.groups() if named else ("", message)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        return f"{self.kernel and self.kernel + ': '}{self.argument}{self._rest}"
+
+    @property
+    def detail(self) -> str:
+        """The message behind the argument's name."""
+        return self._rest.removeprefix(": ")
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give arguments the names that the caller knows them by, in the attributes and in the message.
+
+        Args:
+            names: a name here -> the caller's name.
+        """
+        self.argument = ", ".join(names.get(name, name) for name in self.argument.split(", "))
+        if sharing := _SHARING.fullmatch(self._rest):
+            before, other, after = sharing.groups()
+            self._rest = f"{before}{names.get(other, other)}{after}"
+        self.args = (self._text(),)
+
+    def leave_out_kernel(self) -> None:
+        """For a caller who launched no kernel by name: begin with the argument, where one is named."""
+        if self.argument:
+            self.kernel = ""
+            self.args = (self._text(),)
+
+
+class ArgumentValueError(ArgumentError, ValueError):
     """An argument has a value that is not allowed; the message names it and what is."""
 
 
-class ArgumentTypeError(CupagedError, TypeError):
+class ArgumentTypeError(ArgumentError, TypeError):
     """An argument has a type or dtype that is not allowed; the message names it and what is."""
 
 
-class CheckedModeError(CupagedError, ValueError):
+class CheckedModeError(ArgumentError, ValueError):
     """Checked mode found a value in device memory that a kernel must not be given.
 
     Attributes:
-        array: the argument that holds it.
         index: where it stands in the array, or None where the fault is no single element's.
         value: what stands there, or None.
     """
@@ -32,9 +89,14 @@ class CheckedModeError(CupagedError, ValueError):
         self, message: str, *, array: str, index: tuple[int, ...] | None = None, value: object = None
     ) -> None:
         super().__init__(message)
-        self.array = array
+        self.argument, self._rest = array, message.removeprefix(array)
         self.index = index
         self.value = value
+
+    @property
+    def array(self) -> str:
+        """The argument that holds it."""
+        return self.argument
 
 
 class OutOfBlocksError(CupagedError, RuntimeError):

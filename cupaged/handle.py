@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend, LoadedKernel
 
 _STRUCT_CODES = {"ptr": "Q", "u32": "I", "i32": "i", "u64": "Q", "i64": "q", "f32": "f"}
-_SIZES = {"ptr": 8, "u32": 4, "i32": 4, "u64": 8, "i64": 8, "f32": 4}
+PARAMETER_BYTES = {"ptr": 8, "u32": 4, "i32": 4, "u64": 8, "i64": 8, "f32": 4}
 Value = int | float
 
 
@@ -43,7 +43,7 @@ class ParameterLayout:
         codes = ["="]
         position = 0
         for parameter in parameters:
-            size = _SIZES[parameter.kind]
+            size = PARAMETER_BYTES[parameter.kind]
             padding = -position % size
             codes.append("x" * padding + _STRUCT_CODES[parameter.kind])
             self.offsets.append(position + padding)
@@ -194,14 +194,16 @@ class KernelHandle:
         """
         if self.known is None:
             if spec:
-                raise ArgumentValueError(f"{self.entry}: got {sorted(spec)}, macros are given to gpu.kernel")
+                raise ArgumentValueError(
+                    f"got {sorted(spec)}, macros are given to gpu.kernel", kernel=self.entry
+                )
             return self._own()
         self._check_constants(self.known, spec)
         full = {**self._pinned, **spec}
         self._check_pinned(full)
         if set(full) != set(self.known.spec_names):
             raise ArgumentValueError(
-                f"{self.entry}: got constants {sorted(full)}, needed are {sorted(self.known.spec_names)}"
+                f"got constants {sorted(full)}, needed are {sorted(self.known.spec_names)}", kernel=self.entry
             )
         return self._specialise({name: int(full[name]) for name in self.known.spec_names})
 
@@ -211,7 +213,7 @@ class KernelHandle:
             allowed = ", ".join(known.spec_names) or "none"
             names = ", ".join(sorted(unknown))
             raise ArgumentValueError(
-                f"{self.entry}: unknown compile-time constants {names}; allowed: {allowed}"
+                f"unknown compile-time constants {names}; allowed: {allowed}", kernel=self.entry
             )
         for name, value in given.items():
             check_constant(name, value)
@@ -220,7 +222,7 @@ class KernelHandle:
         for name, pinned in self._pinned.items():
             if spec[name] != pinned:
                 raise ArgumentValueError(
-                    f"{self.entry}: {name} is pinned to {pinned}, but this launch asks for {spec[name]}"
+                    f"{name} is pinned to {pinned}, but this launch asks for {spec[name]}", kernel=self.entry
                 )
 
     def plan(self, values: Sequence[Value]) -> LaunchPlan:
@@ -292,7 +294,7 @@ class KernelHandle:
         """Grid of a launch with these scalars, all that the registry's entry reads; nothing is compiled."""
         known = self.known
         if known is None:
-            raise ArgumentValueError(f"{self.entry}: not a kernel of the package")
+            raise ArgumentValueError("not a kernel of the package", kernel=self.entry)
         limits = self.gpu.limits
         spec = self._pinned if known.specialise is None else known.specialise(scalars)
         constants = known.constants({name: int(spec[name]) for name in known.spec_names}, limits)
@@ -301,7 +303,7 @@ class KernelHandle:
     def _specialise(self, spec: dict[str, int]) -> Specialisation:
         known = self.known
         if known is None:
-            raise ArgumentValueError(f"{self.entry}: not a kernel of the package")
+            raise ArgumentValueError("not a kernel of the package", kernel=self.entry)
         key = tuple(spec.items())
         found = self._by_spec.get(key)
         if found is None:
@@ -376,7 +378,11 @@ class HandleFactory:
         Raises:
             KernelSourceError: no such kernel, or parameters that launches do not support.
             ArgumentValueError: an unknown constant.
+            ArgumentTypeError: names that are none.
         """
+        for name, given in (("module", module), ("entry", entry)):
+            if not isinstance(given, (str, Path)):
+                raise ArgumentTypeError(f"{name}: got {given!r}, allowed is a name")
         if isinstance(module, Path) or module.endswith(".cu"):
             return KernelHandle(self, Path(module).resolve(), entry, None, dict(spec))
         known = find(module, entry)
@@ -388,5 +394,5 @@ def check_grid(entry: str, grid: Grid) -> None:
     x, y, z = grid
     if x > MAX_GRID_X or y > MAX_GRID_YZ or z > MAX_GRID_YZ:
         raise ArgumentValueError(
-            f"{entry}: got grid {grid}, allowed is at most ({MAX_GRID_X}, {MAX_GRID_YZ}, {MAX_GRID_YZ})"
+            f"got grid {grid}, allowed is at most ({MAX_GRID_X}, {MAX_GRID_YZ}, {MAX_GRID_YZ})", kernel=entry
         )

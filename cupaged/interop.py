@@ -6,14 +6,14 @@ Nothing here imports another library than CuPy, and that only for its own backen
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cupaged import dlpack
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.errors import ArgumentError, ArgumentTypeError, ArgumentValueError
 from cupaged.pointers import DevicePtr
 
 if TYPE_CHECKING:
@@ -27,6 +27,14 @@ _LEGACY_STREAM = 1  # what both protocols call the stream whose handle is 0
 # Types of `__cuda_array_interface__` that NumPy has no name for, by their bytes: BF16 and FP8 as ml_dtypes
 # spells them. They are passed on as bits.
 _NARROW = {"V2": "uint16", "f1": "uint8", "V1": "uint8"}
+
+
+def check_backend(gpu: Any) -> None:
+    """Raise ArgumentTypeError for what is no backend."""
+    if not hasattr(gpu, "load"):
+        raise ArgumentTypeError(
+            f"gpu: got {type(gpu).__name__}, allowed is a backend: CupyBackend or EmulatorBackend"
+        )
 
 
 def device_array(gpu: GpuBackend, value: Any, stream: Any, *, writable: bool = False) -> Any:
@@ -57,7 +65,7 @@ def device_array(gpu: GpuBackend, value: Any, stream: Any, *, writable: bool = F
         return value
     if not dlpack.is_producer(value):
         return value
-    if value.__dlpack_device__()[0] != dlpack.CPU:
+    if dlpack.device_of(value)[0] != dlpack.CPU:
         raise ArgumentTypeError(
             f"array: got a {type(value).__name__} in the memory of a GPU, where the {gpu.name} backend "
             "cannot reach it; allowed is memory of the CPU"
@@ -73,12 +81,25 @@ def backend_array(gpu: GpuBackend, name: str, value: Any, stream: Any, *, writab
     return named_array(gpu, name, value, stream, writable=writable)
 
 
+def backend_arrays(
+    gpu: GpuBackend, given: Mapping[str, Any], stream: Any, written: Container[str]
+) -> dict[str, Any]:
+    """`backend_array` of all that a call was given, by the arguments' names, some of which it writes."""
+    if PLAIN_TYPES.issuperset(map(type, given.values())):
+        return dict(given)
+    return {
+        name: backend_array(gpu, name, value, stream, writable=name in written)
+        for name, value in given.items()
+    }
+
+
 def named_array(gpu: GpuBackend, name: str, value: Any, stream: Any, *, writable: bool = False) -> Any:
     """`device_array` for the argument `name`, with which its errors begin."""
     try:
         return device_array(gpu, value, stream, writable=writable)
-    except (ArgumentTypeError, ArgumentValueError) as error:
-        raise type(error)(f"{name}{str(error).removeprefix('array')}") from None
+    except ArgumentError as error:
+        error.rename({"array": name})
+        raise
 
 
 def is_lent(value: Any) -> bool:
@@ -168,13 +189,13 @@ def _cupy_array(gpu: Any, value: Any, stream: Any, writable: bool) -> Any:
 
 
 def _from_dlpack(gpu: Any, cupy: Any, value: Any, handle: int, writable: bool) -> Any:
-    kind, index = value.__dlpack_device__()
+    kind, index = dlpack.device_of(value)
     if kind not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
         raise ArgumentTypeError(
-            f"array: got a {type(value).__name__} on DLPack device type {int(kind)}, allowed is CUDA; copy "
+            f"array: got a {type(value).__name__} on DLPack device type {kind}, allowed is CUDA; copy "
             "it to the GPU first"
         )
-    _check_device(value, int(index), gpu.device)
+    _check_device(value, index, gpu.device)
     with cupy.cuda.Device(gpu.device):
         lent = dlpack.borrow(value, handle or _LEGACY_STREAM)
     _check_writable(value, lent.read_only, writable)
@@ -191,10 +212,12 @@ def _from_interface(
     _check_writable(value, read_only, writable)
     spelled = interface["typestr"][1:]
     dtype = np.dtype(_NARROW.get(spelled, interface["typestr"]))
-    shape = tuple(interface["shape"])
-    strides = interface.get("strides")
+    # As ints: products of NumPy's integers overflow.
+    shape = tuple(map(int, interface["shape"]))
+    steps = interface.get("strides")
+    strides = None if steps is None else tuple(map(int, steps))
     _follow(gpu, cupy, value, interface.get("stream"), handle)
-    return _wrapped(gpu, cupy, address or 0, shape, strides, dtype, value)
+    return _wrapped(gpu, cupy, int(address or 0), shape, strides, dtype, value)
 
 
 def _wrapped(

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.errors import ArgumentError, ArgumentTypeError, ArgumentValueError
 from cupaged.handle import KernelHandle, ParameterLayout, Value, check_grid
 from cupaged.pointers import DevicePtr
 from cupaged.registry import Grid
@@ -29,6 +29,7 @@ _RANGES = {
     "i64": (-(2**63), 2**63 - 1),
 }
 _U32_MAX = 2**32 - 1
+_Error = TypeVar("_Error", bound=ArgumentError)
 _FLOAT32_MAX = 3.4028235677973366e38  # from here on a double rounds to infinity
 _BUFFER_BYTES = 4096  # the largest parameter space of a kernel
 NO_OBJECTS: Mapping[int, Any] = MappingProxyType({})
@@ -137,8 +138,9 @@ class KernelLaunch:
     _objects: dict[int, Any] | None = None
 
     def __init__(self, gpu: GpuBackend, kernel: KernelHandle) -> None:
-        if kernel.gpu is not gpu:
-            raise ArgumentValueError(f"kernel: got {kernel!r}, allowed is a handle made by this very backend")
+        if type(kernel) is not KernelHandle or kernel.gpu is not gpu:
+            kind = ArgumentValueError if isinstance(kernel, KernelHandle) else ArgumentTypeError
+            raise kind(f"kernel: got {kernel!r}, allowed is a handle made by this very backend")
         self._gpu = gpu
         self._kernel = kernel
         self._values: list[Value] = []
@@ -156,7 +158,7 @@ class KernelLaunch:
 
     def shared_mem(self, num_bytes: int) -> KernelLaunch:
         """Bytes of dynamic shared memory a block."""
-        self._shared_mem = _integer("shared_mem", num_bytes, 0, _U32_MAX)
+        self._shared_mem = in_range("shared_mem", num_bytes, 0, _U32_MAX)
         return self
 
     def arg_ptr(self, pointer: Any) -> KernelLaunch:
@@ -221,7 +223,7 @@ class KernelLaunch:
         """
         kernel, values = self._kernel, self._values
         if self._kinds != kernel.kinds:
-            raise self._wrong_arguments()
+            raise ArgumentTypeError(self._misfit(), kernel=kernel.entry)
         handle = stream if type(stream) is int and stream >= 0 else self._gpu.stream_handle(stream)
         plan = kernel.plan(values)
         grid, block = plan.grid, plan.block
@@ -259,7 +261,7 @@ class KernelLaunch:
     def _own_geometry(self) -> tuple[Grid, Grid]:
         """Grid and block of a kernel of the user's, which has only those given."""
         if self._grid is None or self._block is None:
-            raise ArgumentValueError(f"{self._kernel.entry}: this kernel needs both grid and block")
+            raise ArgumentValueError("this kernel needs both grid and block", kernel=self._kernel.entry)
         check_grid(self._kernel.entry, self._grid)
         return self._grid, self._block
 
@@ -267,40 +269,37 @@ class KernelLaunch:
         for name, given, own in (("grid", self._grid, grid), ("block", self._block, block)):
             if given is not None and given != own:
                 raise ArgumentValueError(
-                    f"{self._kernel.entry}: {name} is {given}, but this kernel's own for these "
-                    f"arguments is {own}; leave it out"
+                    f"{name}: got {given}, but this kernel's own for these arguments is {own}; leave it out",
+                    kernel=self._kernel.entry,
                 )
 
-    def _wrong_arguments(self) -> ArgumentTypeError:
-        kernel, parameters = self._kernel, self._kernel.parameters
+    def _misfit(self) -> str:
+        """How the arguments differ from the kernel's parameters."""
+        parameters = self._kernel.parameters
         for position, (kind, parameter) in enumerate(zip(self._kinds, parameters, strict=False)):
             if kind != parameter.kind:
-                return ArgumentTypeError(
-                    f"{kernel.entry}: argument {position} is {kind}, but parameter "
-                    f"{parameter.name!r} is {parameter.kind}"
-                )
+                return f"argument {position} is {kind}, but parameter {parameter.name!r} is {parameter.kind}"
         if len(self._kinds) > len(parameters):
-            return ArgumentTypeError(
-                f"{kernel.entry}: got {len(self._kinds)} arguments, the kernel has {len(parameters)} "
-                f"parameters, the last of them {parameters[-1].name!r}"
-                if parameters
-                else f"{kernel.entry}: got {len(self._kinds)} arguments, the kernel has no parameters"
-            )
+            has = "no parameters"
+            if parameters:
+                has = f"{len(parameters)} parameters, the last of them {parameters[-1].name!r}"
+            return f"got {len(self._kinds)} arguments, the kernel has {has}"
         missing = ", ".join(repr(p.name) for p in parameters[len(self._kinds) :])
-        return ArgumentTypeError(
-            f"{kernel.entry}: got {len(self._kinds)} arguments of {len(parameters)}; missing: {missing}"
-        )
+        return f"got {len(self._kinds)} arguments of {len(parameters)}; missing: {missing}"
 
     def _name(self) -> str:
         position, parameters = len(self._values), self._kernel.parameters
-        name = parameters[position].name if position < len(parameters) else f"argument {position}"
-        return f"{self._kernel.entry}: {name}"
+        return parameters[position].name if position < len(parameters) else f"argument {position}"
+
+    def _error(self, kind: type[_Error], detail: str) -> _Error:
+        """An error about the argument that comes next."""
+        return kind(f"{self._name()}: {detail}", kernel=self._kernel.entry)
 
     def _bad_value(self, kind: str, value: Any) -> ArgumentValueError:
         if kind == "f32":
-            return ArgumentValueError(f"{self._name()}: got {value}, which does not fit a float32")
+            return self._error(ArgumentValueError, f"got {value}, which does not fit a float32")
         low, high = _RANGES[kind]
-        return ArgumentValueError(f"{self._name()}: got {value}, allowed for {kind} is {low} to {high}")
+        return self._error(ArgumentValueError, f"got {value}, allowed for {kind} is {low} to {high}")
 
     def _checked_pointer(self, pointer: Any) -> int:
         """Address of a `DevicePtr` or an array, which the launch then keeps; an int is out of range."""
@@ -312,8 +311,8 @@ class KernelLaunch:
             self._kernel.check_array(len(self._values), pointer)
             try:
                 address = self._gpu.pointer(pointer)
-            except (ArgumentTypeError, ArgumentValueError) as error:
-                raise type(error)(f"{self._name()}: {str(error).removeprefix('pointer: ')}") from None
+            except ArgumentError as error:
+                raise self._error(type(error), error.detail) from None
             if not 0 <= address < 1 << 64:
                 raise self._bad_value("ptr", address)
         if self._objects is None:
@@ -322,14 +321,16 @@ class KernelLaunch:
         return address
 
     def _checked_integer(self, kind: str, value: Any) -> int:
-        low, high = _RANGES[kind]
-        return _integer(self._name(), value, low, high)
+        try:
+            return in_range("value", value, *_RANGES[kind])
+        except ArgumentError as error:
+            raise self._error(type(error), error.detail) from None
 
     def _checked_float(self, value: Any) -> float:
         on_host = not _is_device_array(value)
         scalar = value.item() if on_host and getattr(value, "shape", None) == () else value
         if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
-            raise ArgumentTypeError(f"{self._name()}: got {_described(value)}, allowed is a real number")
+            raise self._error(ArgumentTypeError, f"got {_described(value)}, allowed is a real number")
         try:
             return float(scalar)
         except OverflowError:
@@ -343,7 +344,7 @@ def _triple(name: str, dims: Sequence[int]) -> Grid:
         raise ArgumentTypeError(f"{name}: got {dims!r}, allowed are three dimensions") from None
     if len(values) != 3:
         raise ArgumentValueError(f"{name}: got {values}, allowed are exactly three dimensions")
-    x, y, z = (_integer(name, v, 1, _U32_MAX) for v in values)
+    x, y, z = (in_range(name, v, 1, _U32_MAX) for v in values)
     return (x, y, z)
 
 
@@ -373,8 +374,21 @@ def as_integer(name: str, value: Any) -> int:
         raise ArgumentTypeError(f"{name}: got {_described(value)}, allowed is an integer") from None
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
+def in_range(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """`as_integer` of a value from least to most (None: or any larger); ArgumentValueError for another."""
     number = as_integer(name, value)
-    if not low <= number <= high:
-        raise ArgumentValueError(f"{name}: got {number}, allowed is {low} to {high}")
+    if number < least or (most is not None and number > most):
+        allowed = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ArgumentValueError(f"{name}: got {number}, allowed is {allowed}")
     return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool as it is.
+
+    Raises:
+        ArgumentTypeError: anything else, which would count as True or False without a word.
+    """
+    if value is not True and value is not False:
+        raise ArgumentTypeError(f"{name}: got {value!r}, allowed are True and False")
+    return bool(value)

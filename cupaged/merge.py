@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.interop import named_array
-from cupaged.kv.kernels import kernel_of
+from cupaged.interop import check_backend, named_array
 from cupaged.kv.spans import check_apart, span_of
+from cupaged.ops._kernels import kernel_of
 from cupaged.ops.merge import (
     merge_states_bf16,
     merge_states_f16,
@@ -53,11 +53,15 @@ def merge_states(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
+    check_backend(gpu)
     outputs = named_array(gpu, "outputs", outputs, stream)
     lses = named_array(gpu, "lses", lses, stream)
     out = named_array(gpu, "out", out, stream, writable=True)
-    for name, array in (("outputs", outputs), ("lses", lses), ("out", out)):
-        if not hasattr(array, "shape"):
+    arrays = {"outputs": outputs, "lses": lses, "out": out}
+    if out_lse is not None:
+        arrays["out_lse"] = out_lse = named_array(gpu, "out_lse", out_lse, stream, writable=True)
+    for name, array in arrays.items():
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise ArgumentTypeError(
                 f"{name}: got {type(array).__name__}, allowed is an array; cupaged.ops.merge has launchers "
                 "that take addresses"
@@ -68,7 +72,6 @@ def merge_states(
     _check_shape("lses", lses, shape[:-1])
     _check_shape("out", out, shape[1:])
     if out_lse is not None:
-        out_lse = named_array(gpu, "out_lse", out_lse, stream, writable=True)
         _check_shape("out_lse", out_lse, shape[1:-1])
     launch = _launcher(str(outputs.dtype), str(out.dtype))
     rows = math.prod(shape[1:-1])
@@ -141,8 +144,9 @@ def _part_stride(name: str, array: Any, part: int) -> int:
     if array.strides is None or array.shape[0] < 2:
         return part
     step, rest = divmod(array.strides[0], array.dtype.itemsize)
-    if rest:
+    if rest or step < part:
         raise ArgumentValueError(
-            f"{name}: got {array.strides[0]} bytes between parts, allowed are whole elements"
+            f"{name}: got strides {array.strides} (bytes); from a part to the next, allowed are whole "
+            f"elements, and {part} or more"
         )
     return int(step)

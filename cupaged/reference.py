@@ -11,6 +11,7 @@ import numpy.typing as npt
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import ElementStrides, decode_bf16
 from cupaged.formats.bf16 import BFLOAT16
+from cupaged.formats.layout import checked_size
 
 
 class AttnState:
@@ -26,21 +27,15 @@ class AttnState:
         """A state with no key seen.
 
         Raises:
+            ArgumentTypeError: a size that is no integer.
             ArgumentValueError: num_seqs < 0, or another size < 1.
         """
-        for name, value, minimum in (
-            ("num_seqs", num_seqs, 0),
-            ("num_q_heads", num_q_heads, 1),
-            ("head_dim", head_dim, 1),
-        ):
-            if value < minimum:
-                raise ArgumentValueError(f"{name} is {value}; it must be at least {minimum}")
-        self.num_seqs = num_seqs
-        self.num_q_heads = num_q_heads
-        self.head_dim = head_dim
-        self.m = np.full((num_seqs, num_q_heads), -np.inf, np.float32)
-        self.l = np.zeros((num_seqs, num_q_heads), np.float32)
-        self.o = np.zeros((num_seqs, num_q_heads, head_dim), np.float32)
+        self.num_seqs = checked_size("num_seqs", num_seqs, minimum=0)
+        self.num_q_heads = checked_size("num_q_heads", num_q_heads)
+        self.head_dim = checked_size("head_dim", head_dim)
+        self.m = np.full((self.num_seqs, self.num_q_heads), -np.inf, np.float32)
+        self.l = np.zeros((self.num_seqs, self.num_q_heads), np.float32)
+        self.o = np.zeros((self.num_seqs, self.num_q_heads, self.head_dim), np.float32)
 
 
 def step_tile_ref(
@@ -92,23 +87,31 @@ def step_tile_ref(
         ArgumentTypeError: a dtype that is not allowed.
         ArgumentValueError: shapes, counts or the GQA ratio that do not fit.
     """
+    num_kv_heads, gqa_ratio = checked_size("num_kv_heads", num_kv_heads), checked_size("gqa_ratio", gqa_ratio)
+    block_size = checked_size("block_size", block_size)
+    tile_capacity = checked_size("tile_capacity", tile_capacity, minimum=0)
+    strides = ElementStrides(
+        checked_size("blk_stride", blk_stride),
+        checked_size("tok_stride", tok_stride),
+        checked_size("kvh_stride", kvh_stride),
+    )
     num_seqs = state.num_seqs
     _require_shape("q", q, (num_seqs, state.num_q_heads, state.head_dim))
     _require_shape("tile_blocks", tile_blocks, (num_seqs, tile_capacity))
     _require_shape("tile_block_counts", tile_block_counts, (num_seqs,))
     if gqa_ratio * num_kv_heads != state.num_q_heads:
         raise ArgumentValueError(
-            f"gqa_ratio is {gqa_ratio}; times num_kv_heads {num_kv_heads} it must give "
-            f"num_q_heads {state.num_q_heads}"
+            f"gqa_ratio: got {gqa_ratio}, which times num_kv_heads {num_kv_heads} must give num_q_heads "
+            f"{state.num_q_heads}"
         )
     valid_slots = last_block_valid_slots_per_seq
     if valid_slots is None:
-        valid_slots = np.full(num_seqs, last_block_valid_slots, np.int32)
+        last = checked_size("last_block_valid_slots", last_block_valid_slots, minimum=0)
+        valid_slots = np.full(num_seqs, last, np.int64)
     _require_shape("last_block_valid_slots_per_seq", valid_slots, (num_seqs,))
     _require_range("last_block_valid_slots", valid_slots, block_size)
     _require_range("tile_block_counts", tile_block_counts, tile_capacity)
 
-    strides = ElementStrides(blk_stride, tok_stride, kvh_stride)
     keys = _Pool(k_pool, "k_pool", num_kv_heads, state.head_dim, block_size, strides)
     values = _Pool(v_pool, "v_pool", num_kv_heads, state.head_dim, block_size, strides)
     factor = np.float32(1.0 / math.sqrt(state.head_dim) if inv_sqrt_d is None else inv_sqrt_d)
@@ -148,12 +151,12 @@ class _Pool:
         block_size: int,
         strides: ElementStrides,
     ) -> None:
+        if not isinstance(pool, np.ndarray):
+            raise ArgumentTypeError(f"{name}: got {type(pool).__name__}, allowed is a NumPy array")
         if pool.dtype != BFLOAT16 and pool.dtype != np.uint16:
-            raise ArgumentTypeError(f"{name} has dtype {pool.dtype}; allowed are bfloat16 and uint16")
+            raise ArgumentTypeError(f"{name}: got dtype {pool.dtype}, allowed are bfloat16 and uint16")
         if not pool.flags.c_contiguous:
-            raise ArgumentValueError(f"{name} has strides {pool.strides} bytes; only C-contiguous is allowed")
-        if min(strides) < 1:
-            raise ArgumentValueError(f"strides are {tuple(strides)} elements; all must be at least 1")
+            raise ArgumentValueError(f"{name}: got strides {pool.strides} (bytes), allowed is C order")
         self._elements = pool.reshape(-1).view(np.uint16)
         self._strides = strides
         lanes = np.arange(head_dim, dtype=np.int64)
@@ -195,12 +198,14 @@ def _fold(
 
 
 def _require_shape(name: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    if not isinstance(array, np.ndarray):
+        raise ArgumentTypeError(f"{name}: got {type(array).__name__}, allowed is a NumPy array")
     if array.shape != shape:
-        raise ArgumentValueError(f"{name} has shape {array.shape}; it must be {shape}")
+        raise ArgumentValueError(f"{name}: got shape {array.shape}, allowed is {shape}")
 
 
 def _require_range(name: str, array: npt.NDArray[Any], maximum: int) -> None:
     if array.size and (int(array.min()) < 0 or int(array.max()) > maximum):
         raise ArgumentValueError(
-            f"{name} holds values from {int(array.min())} to {int(array.max())}; allowed are 0 to {maximum}"
+            f"{name}: got values from {int(array.min())} to {int(array.max())}, allowed are 0 to {maximum}"
         )

@@ -18,7 +18,7 @@ from cupaged.decode import Decoder
 from cupaged.decode_kernels import MAX_SEQS
 from cupaged.decode_layouts import scale_rule
 from cupaged.errors import ArgumentValueError
-from cupaged.formats import BF16, FORMATS, CacheFormat, CacheLayout
+from cupaged.formats import FORMATS, CacheFormat, CacheLayout
 from cupaged.kv import KVCache
 from cupaged.registry.rules import (
     MAX_BLOCK_SIZE,
@@ -189,8 +189,6 @@ def _cell(feature: Feature, path: Path) -> str:
     found = [fmt for fmt in FORMATS if is_supported(feature, path, fmt)]
     if len(found) == len(FORMATS):
         return "yes"
-    if found == [fmt for fmt in FORMATS if fmt != BF16]:
-        return "fp8, nvfp4"
     return ", ".join(fmt.name for fmt in found) or "no"
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from cupaged.blocks import PagedSequence
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.launch import as_integer
+from cupaged.launch import as_integer, in_range
 
 UNUSED_COLUMN = -1  # no block: a kernel that looked there would give NaN, and never another's tokens
 
@@ -32,12 +32,20 @@ def sequence_tables(
         int32 ``[num_seqs]``.
 
     Raises:
-        ArgumentValueError: a sequence has more blocks than there are columns.
+        ArgumentTypeError: an object that is no sequence.
+        ArgumentValueError: a sequence has more blocks than there are columns, or an id or a length that 32
+            bits do not hold.
     """
+    for sequence in sequences:
+        if not isinstance(sequence, PagedSequence):
+            raise ArgumentTypeError(
+                f"sequences: got {sequence!r} among them, allowed is what `BlockAllocator.allocate` returns"
+            )
     counts = np.array([len(sequence.blocks) for sequence in sequences], np.int64)
     blocks = np.array([block for sequence in sequences for block in sequence.blocks], np.int64)
-    lengths = np.array([sequence.seq_len for sequence in sequences], np.int32)
-    return _padded(counts, blocks, max_blocks_per_seq), lengths
+    lengths = np.array([sequence.seq_len for sequence in sequences], np.int64)
+    table = _padded(counts, _block_ids("sequences", blocks), max_blocks_per_seq)
+    return table, _int32("sequences", lengths)
 
 
 def token_slots(
@@ -55,32 +63,41 @@ def token_slots(
         int64 ``[sum of num_tokens]``: slot_mapping of the writers.
 
     Raises:
-        ArgumentValueError: a token beyond the table's width, or in a column that holds no block.
+        ArgumentValueError: a token beyond the table's width, or in a column that holds no block; an id that
+            32 bits do not hold.
     """
     tables = _integers("block_tables", block_tables, 2)
     size = _block_size(block_size)
     starts = _integers("first", first, 1)
-    counts = np.broadcast_to(_integers("num_tokens", num_tokens, None), starts.shape)
+    given = _integers("num_tokens", num_tokens, None)
+    if given.ndim and given.shape != starts.shape:
+        raise ArgumentValueError(
+            f"num_tokens: got shape {given.shape}, allowed are one number and ({len(starts)},), as first has"
+        )
+    counts = np.broadcast_to(given, starts.shape)
     if len(starts) != len(tables):
         raise ArgumentValueError(f"first: got {len(starts)} sequences, block_tables has {len(tables)}")
     _not_negative("first", starts)
     _not_negative("num_tokens", counts)
+    room = min(tables.shape[1] * size, 2**63 - 1)
+    beyond = (counts > 0) & (counts > room - np.minimum(starts, room))
+    if beyond.any():
+        worst = int(np.argmax(beyond))
+        raise ArgumentValueError(
+            f"first: sequence {worst} reaches to token {int(starts[worst]) + int(counts[worst])}, but "
+            f"block_tables has {tables.shape[1]} columns of {size}"
+        )
     row = np.repeat(np.arange(len(starts)), counts)
     within = np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     position = starts[row] + within
     column = position // size
-    if len(row) and column.max() >= tables.shape[1]:
-        worst = int(row[np.argmax(column)])
-        raise ArgumentValueError(
-            f"first: sequence {worst} reaches to token {int(starts[worst] + counts[worst])}, but "
-            f"block_tables has {tables.shape[1]} columns of {size}"
-        )
     blocks = tables[row, column]
     if len(row) and blocks.min() < 0:
         at = int(np.argmax(blocks < 0))
         raise ArgumentValueError(
             f"block_tables: got {int(blocks[at])} at [{int(row[at])}, {int(column[at])}], where a token goes"
         )
+    _int32("block_tables", blocks)
     slots: Int64 = blocks * size + position % size
     return slots
 
@@ -107,7 +124,7 @@ def csr_to_padded(
         block_tables int32 ``[num_seqs, max_blocks_per_seq]``, -1 where unused, seq_lens int32 ``[num_seqs]``.
 
     Raises:
-        ArgumentValueError: arrays that do not belong together.
+        ArgumentValueError: arrays that do not belong together, or ids or lengths that 32 bits do not hold.
     """
     size = _block_size(block_size)
     ends, last = _integers("indptr", indptr, 1), _integers("last_page_len", last_page_len, 1)
@@ -127,8 +144,8 @@ def csr_to_padded(
             f"last_page_len: got {int(last[at])} for sequence {at} with {int(counts[at])} blocks; allowed is "
             f"1 to {size}, and 0 without blocks"
         )
-    lengths = (np.maximum(counts - 1, 0) * size + last).astype(np.int32)
-    return _padded(counts, blocks[: ends[-1]], max_blocks_per_seq), lengths
+    lengths = _int32("indptr", np.maximum(counts - 1, 0) * size + last)
+    return _padded(counts, _block_ids("indices", blocks[: ends[-1]]), max_blocks_per_seq), lengths
 
 
 def padded_to_csr(
@@ -139,7 +156,7 @@ def padded_to_csr(
     Columns past a sequence's last block are left out, whatever they hold.
 
     Raises:
-        ArgumentValueError: a sequence is longer than the table is wide.
+        ArgumentValueError: a sequence is longer than the table is wide, or an id that 32 bits do not hold.
     """
     size = _block_size(block_size)
     tables, lengths = _integers("block_tables", block_tables, 2), _integers("seq_lens", seq_lens, 1)
@@ -154,15 +171,31 @@ def padded_to_csr(
             f"columns of {size}"
         )
     live = np.arange(tables.shape[1]) < counts[:, None]
-    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    indptr = _int32("seq_lens", np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]))
     last = lengths - np.maximum(counts - 1, 0) * size
-    return indptr, tables[live].astype(np.int32), last.astype(np.int32)
+    return indptr, _block_ids("block_tables", tables[live]), _int32("seq_lens", last)
 
 
-def _padded(counts: Int64, blocks: Int64, width: int | None) -> Int32:
+def _int32(name: str, values: Int64) -> Int32:
+    """Block ids, lengths or counts as the kernels take them; one that does not fit would become another."""
+    if values.size and not (values.min() >= -(2**31) and values.max() < 2**31):
+        wrong = int(values.min() if values.min() < -(2**31) else values.max())
+        raise ArgumentValueError(f"{name}: got {wrong}, allowed are 32-bit integers")
+    return values.astype(np.int32)
+
+
+def _block_ids(name: str, values: Int64) -> Int32:
+    """The same of ids of blocks that hold tokens."""
+    ids = _int32(name, values)
+    if ids.size and ids.min() < 0:
+        raise ArgumentValueError(f"{name}: got {int(ids.min())}, where tokens are; allowed is 0 or more")
+    return ids
+
+
+def _padded(counts: Int64, blocks: Int32, width: int | None) -> Int32:
     """Rows of `counts` blocks each, one after the other, as a table."""
     needed = int(counts.max()) if len(counts) else 0
-    columns = needed if width is None else as_integer("max_blocks_per_seq", width)
+    columns = needed if width is None else in_range("max_blocks_per_seq", width, 0)
     if columns < needed:
         raise ArgumentValueError(
             f"max_blocks_per_seq: got {columns}, sequence {counts.argmax()} has {needed}"
@@ -173,7 +206,10 @@ def _padded(counts: Int64, blocks: Int64, width: int | None) -> Int32:
 
 
 def _integers(name: str, array: npt.ArrayLike, ndim: int | None) -> Int64:
-    result: npt.NDArray[Any] = np.asarray(array)
+    try:
+        result: npt.NDArray[Any] = np.asarray(array)
+    except ValueError:
+        raise ArgumentValueError(f"{name}: got lists of unequal length") from None
     if result.size == 0:
         result = result.astype(np.int64)
     if result.dtype.kind not in "iu" or result.dtype == np.uint64:

@@ -24,9 +24,11 @@ DEVICE u32 piece_magnitudes(const uint4* body, u32 left) {
   const u32 lane = threadIdx.x % WARP_SIZE;
   uint4 v[PIECE_LOADS];
   if (left >= PIECE) {
-  UNROLL for (u32 k = 0; k < PIECE_LOADS; k++) v[k] = ptx::load_streaming_16(body + lane + k * WARP_SIZE);
+#pragma unroll
+    for (u32 k = 0; k < PIECE_LOADS; k++) v[k] = ptx::load_streaming_16(body + lane + k * WARP_SIZE);
   } else {
-    UNROLL for (u32 k = 0; k < PIECE_LOADS; k++) {
+#pragma unroll
+    for (u32 k = 0; k < PIECE_LOADS; k++) {
       v[k] = make_uint4(0, 0, 0, 0);
       if (lane + k * WARP_SIZE < left) v[k] = ptx::load_streaming_16(body + lane + k * WARP_SIZE);
     }

@@ -2,6 +2,7 @@
 // constants: these kernels wait for memory, and one compilation serves every shape.
 #include "cache/dequantise.cuh"
 #include "cache/geometry.cuh"
+#include "numeric/f32.cuh"
 
 // What a gather reads: one pool, through one sequence's list of blocks.
 struct GatherProblem {
@@ -60,7 +61,7 @@ DEVICE void gather(const GatherProblem& problem, const Rows& rows) {
                  start + scale_offset(problem.geometry, token, head) + group,
                  problem.scales == nullptr ? problem.scale : problem.scales[head], values);
   } else {
-    UNROLL for (int i = 0; i < READ_GROUP; i++) values[i] = __uint_as_float(0x7fc00000u);
+    UNROLL for (int i = 0; i < READ_GROUP; i++) values[i] = quiet_nan();
   }
   rows.store(index * READ_GROUP, values);
 }

@@ -2,6 +2,7 @@
 // be given. Each lowers *first to the smallest flat index at which its rule is broken; a thread that
 // finds nothing touches nothing.
 #include "cache/geometry.cuh"
+#include "numeric/f32.cuh"
 
 constexpr u32 CHECK_THREADS = 256;
 
@@ -66,14 +67,14 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     input_scales(const float* scales, i64* first, u32 count) {
   for (u64 i = first_index(); i < count; i += index_step())
-    if (!(scales[i] > 0.0f && scales[i] <= 3.40282347e38f)) report(first, i);
+    if (!(scales[i] > 0.0f && scales[i] <= FLOAT_MAX)) report(first, i);
 }
 
 // F32 scores of sinks: no NaN, no +infinity. -infinity is no sink, and allowed.
 extern "C" __global__ void __launch_bounds__(256)
     input_sinks(const float* sinks, i64* first, u32 count) {
   for (u64 i = first_index(); i < count; i += index_step())
-    if (!(sinks[i] <= 3.40282347e38f)) report(first, i);
+    if (!(sinks[i] <= FLOAT_MAX)) report(first, i);
 }
 
 // NVFP4 scale bytes of live tokens that are no NaN; `groups` of them a token and KV head. Index:

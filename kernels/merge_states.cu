@@ -9,11 +9,10 @@
 // one of the parts.
 #include "numeric/bf16.cuh"
 #include "numeric/f16.cuh"
+#include "numeric/f32.cuh"
 #include "ptx.cuh"
 
 constexpr u32 MERGE_VECTOR = 4;  // values a lane takes at once
-
-DEVICE float merge_minus_infinity() { return __uint_as_float(0xff800000u); }
 
 struct Bf16Part {
   using Element = bf16_bits;
@@ -71,14 +70,14 @@ DEVICE void merge(const typename In::Element* outputs, const float* lses, typena
   const u64 row = static_cast<u64>(blockIdx.x) * (blockDim.x / WARP_SIZE) + threadIdx.x / WARP_SIZE;
   if (row >= num_rows) return;
 
-  float largest = merge_minus_infinity();
+  float largest = negative_infinity();
   for (u32 part = lane; part < num_parts; part += WARP_SIZE)
     largest = fmaxf(largest, lses[part * lse_stride + row]);
   largest = warp_max(largest);
   float sum = 0.0f;
   for (u32 part = lane; part < num_parts; part += WARP_SIZE) {
     const float lse = lses[part * lse_stride + row];
-    if (lse != merge_minus_infinity()) sum += expf(lse - largest);
+    if (lse != negative_infinity()) sum += expf(lse - largest);
   }
   sum = warp_sum(sum);
 
@@ -88,7 +87,7 @@ DEVICE void merge(const typename In::Element* outputs, const float* lses, typena
     float4 total = make_float4(start, start, start, start);
     for (u32 part = 0; part < num_parts; part++) {
       const float lse = lses[part * lse_stride + row];
-      if (lse == merge_minus_infinity()) continue;
+      if (lse == negative_infinity()) continue;
       const float weight = expf(lse - largest);
       const float4 v = In::load(outputs + part * part_stride + row * head_dim + dim);
       total.x = fmaf(weight, v.x, total.x);
@@ -102,7 +101,7 @@ DEVICE void merge(const typename In::Element* outputs, const float* lses, typena
   }
   __syncwarp();  // every lane has read the LSEs, one of which out_lse may replace
   if (lane == 0 && out_lse != nullptr)
-    out_lse[row] = sum == 0.0f ? merge_minus_infinity() : largest + logf(sum);
+    out_lse[row] = sum == 0.0f ? negative_infinity() : largest + logf(sum);
 }
 
 extern "C" __global__ void __launch_bounds__(128)

@@ -1,23 +1,61 @@
 """Cases whose right output follows from a formula, for every cache format.
 
 Each function returns a poisoned `PagedCase` and the exact float64 ``[num_seqs, num_q_heads, head_dim]``.
-All values survive quantisation exactly, so that the formula holds for the stored cache.
+All values survive quantisation exactly, so that the formula holds for the stored cache: they come from
+`exact_values`, the one place here that knows the formats.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.formats import BF16, NVFP4, CacheFormat
+from cupaged.formats import CacheFormat
 from tests.oracle import E2M1_TABLE, F64
 from tests.poison import Options, PagedCase, Poison, Shape, build_case
 
 Values = Callable[[int, Shape], F64]  # (n, shape) -> V [n, num_kv_heads, head_dim]
+
+
+@dataclass(frozen=True)
+class ExactValues:
+    """What a format stores exactly with the scale 1.
+
+    Attributes:
+        ladder: eight increasing values above 0, each also where it is the same in all lanes; the fifth is at
+            least 16.
+        lanes: 16 values for a row's lanes in turn.
+        group_factors: what these may be multiplied by from one 16 lanes to the next, in turn.
+        pair: one value alone in its row, at least 3 to tell; and one that is the same in all lanes.
+        counts: integers from 0 to this one are exact, alone and in any row; 0 if that is not so.
+    """
+
+    ladder: F64
+    lanes: F64
+    group_factors: F64
+    pair: tuple[float, float]
+    counts: int = 0
+
+
+_LADDER: F64 = 1.5 * 2.0 ** np.arange(8)
+_FACTORS: F64 = 2.0 ** np.arange(7)
+_EXACT = {
+    "bf16": ExactValues(_LADDER, E2M1_TABLE, _FACTORS, (4.0, 1.0), counts=255),
+    "fp8": ExactValues(_LADDER, E2M1_TABLE, _FACTORS, (4.0, 1.0)),
+    # Group scales, absmax / 6, that are powers of two.
+    "nvfp4": ExactValues(_LADDER, E2M1_TABLE, _FACTORS, (3.0, 1.5)),
+}
+
+
+def exact_values(fmt: CacheFormat) -> ExactValues:
+    """Of a format; one that has none here yet fails by name."""
+    assert fmt.name in _EXACT, f"say in tests/closed_form.py what {fmt.name} stores exactly"
+    return _EXACT[fmt.name]
 
 
 def fixture_u(
@@ -30,13 +68,14 @@ def fixture_u(
 ) -> tuple[PagedCase, F64]:
     """q = 0, V[t] = t + 1: the mean of what is attended, (n + 1) / 2 without a window.
 
-    V[t] = 1.5 * 2^(t mod 4) for quantised formats, and for BF16 past n = 255 where t + 1 is not exact.
+    Where t + 1 is not exact (quantised formats, and BF16 past n = 255) V[t] = ladder[t mod 4]: 1.5, 3, 6, 12.
     """
-    counts_up = fmt == BF16 and max([0, *seq_lens]) <= 255
+    exact = exact_values(fmt)
+    counts_up = max([1, *seq_lens]) <= exact.counts
 
     def tokens(n: int) -> F64:
         t = np.arange(n, dtype=np.float64)
-        return t + 1 if counts_up else 1.5 * 2.0 ** (t % 4)
+        return t + 1 if counts_up else exact.ladder[np.arange(n) % 4]
 
     def values(n: int, sizes: Shape) -> F64:
         return np.broadcast_to(tokens(n)[:, None, None], (n, sizes.num_kv_heads, sizes.head_dim)).copy()
@@ -62,9 +101,10 @@ def fixture_h(
 ) -> tuple[PagedCase, F64]:
     """q = 0, V of KV head h = h + 1 (quantised: 1.5 * 2^h): query head i reads floor(i / (Hq / Hkv))."""
     sizes = shape or Shape()
-    heads = np.arange(sizes.num_kv_heads, dtype=np.float64)
-    assert fmt == BF16 or sizes.num_kv_heads <= 8, "1.5 * 2^h leaves the range of E4M3"
-    tags = heads + 1 if fmt == BF16 else 1.5 * 2.0**heads
+    exact, heads = exact_values(fmt), np.arange(sizes.num_kv_heads)
+    counts_up = sizes.num_kv_heads <= exact.counts
+    assert counts_up or sizes.num_kv_heads <= len(exact.ladder), "more heads than values"
+    tags = heads + 1.0 if counts_up else exact.ladder[heads]
 
     def values(n: int, sizes: Shape) -> F64:
         return np.broadcast_to(tags[:, None], (n, sizes.num_kv_heads, sizes.head_dim)).copy()
@@ -86,8 +126,9 @@ def fixture_d(
     BF16: tag(d) = d. Quantised: the E2M1 value of code d mod 16, times 2^(g mod 7) for group g = d // 16,
     so that neighbouring groups have scales of their own.
     """
-    lanes = np.arange((shape or Shape()).head_dim)
-    tags = lanes.astype(np.float64) if fmt == BF16 else E2M1_TABLE[lanes % 16] * 2.0 ** (lanes // 16 % 7)
+    lanes, exact = np.arange((shape or Shape()).head_dim), exact_values(fmt)
+    factors = exact.group_factors[lanes // 16 % len(exact.group_factors)]
+    tags = lanes.astype(np.float64) if len(lanes) <= exact.counts + 1 else exact.lanes[lanes % 16] * factors
 
     def values(n: int, sizes: Shape) -> F64:
         return np.broadcast_to(tags, (n, sizes.num_kv_heads, sizes.head_dim)).copy()
@@ -101,10 +142,10 @@ def fixture_x2(
 ) -> tuple[PagedCase, F64]:
     """n = 2, K = 0 then c in one lane, q = 1 in that lane, factor 1, V = 0 then v: v / (1 + e^-c).
 
-    c = 4, v = 1 (0.98201); NVFP4 c = 3, v = 1.5, whose group scales are powers of two.
+    c = 4, v = 1 (0.98201); NVFP4 c = 3, v = 1.5.
     """
     sizes = shape or Shape()
-    c, v = (3.0, 1.5) if fmt == NVFP4 else (4.0, 1.0)
+    c, v = exact_values(fmt).pair
     q = np.zeros((1, sizes.num_q_heads, sizes.head_dim))
     q[..., lane] = 1.0
     keys = np.zeros((2, sizes.num_kv_heads, sizes.head_dim), np.float32)
@@ -124,11 +165,12 @@ def fixture_ends(
 ) -> tuple[PagedCase, F64]:
     """Only the first and the last attended token count: the mean of their values, whatever n.
 
-    K = 24 in one lane for those two and for the token before the first attended one, whose V is larger; q = 1
-    in that lane and the factor 1, so that all others weigh e^-24. V = 1.5 for the first, 3 for the last (and
-    for a token that is both).
+    K = 24 (the ladder's fifth) in one lane for those two and for the token before the first attended one,
+    whose V is larger; q = 1 in that lane and the factor 1, so that all others weigh e^-24. V = 1.5 (the
+    ladder's first) for the first, 3 for the last (and for a token that is both).
     """
-    sizes = shape or Shape()
+    sizes, ladder = shape or Shape(), exact_values(fmt).ladder
+    score, far = ladder[4], ladder[7]
     lane = 5
     q = np.zeros((len(seq_lens), sizes.num_q_heads, sizes.head_dim))
     q[..., lane] = 1.0
@@ -138,13 +180,13 @@ def fixture_ends(
         value = np.zeros_like(key)
         first = _first(n, window)
         if n:
-            key[[first, n - 1], :, lane] = 24.0
-            value[first], value[n - 1] = 1.5, 3.0
+            key[[first, n - 1], :, lane] = score
+            value[first], value[n - 1] = ladder[0], ladder[1]
         if first > 0:
-            key[first - 1, :, lane], value[first - 1] = 24.0, 192.0
+            key[first - 1, :, lane], value[first - 1] = score, far
         keys.append(key)
         values.append(value)
-        expected.append(0.0 if n == 0 else 3.0 if first == n - 1 else 2.25)
+        expected.append(0.0 if n == 0 else ladder[1] if first == n - 1 else (ladder[0] + ladder[1]) / 2)
     case = build_case(
         fmt, q, keys, values, block_size=sizes.block_size, inv_sqrt_d=1.0, window=window, options=options
     )

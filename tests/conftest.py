@@ -11,7 +11,10 @@ from cupaged.errors import BackendUnavailableError
 from tests.rig import Rig
 
 # The example model needs a reader of its files, which a bare GPU machine may lack; said in the header.
-_WITH_MODEL = ["cli/test_demo.py", "examples/test_smollm2.py", "examples/test_smollm2_parts.py"]
+_WITH_MODEL = [
+    "cli/test_demo.py",
+    *(f"examples/test_smollm2{part}.py" for part in ("", "_evaluate", "_parts")),
+]
 collect_ignore = [] if importlib.util.find_spec("gguf") else _WITH_MODEL
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupaged import ops
+from cupaged.formats import CacheFormat, CacheLayout
 from cupaged.handle import KernelHandle
 from tests.poison import GUARD_BYTE, GUARD_BYTES, Guarded, PagedCase
 
@@ -109,22 +111,67 @@ def upload_case(rig: Rig, case: PagedCase) -> UploadedCase:
     )
 
 
-def _layout_arguments(case: PagedCase) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-    """Arguments before q_stride, after it, and keyword-only ones, as the case's format takes them."""
-    layout = case.layout
-    if layout.format.name == "bf16":
-        return (), (), {}
-    if layout.format.name == "fp8":
-        return (case.k_scale, case.v_scale), (layout.cache_stride,), {}
-    return (), (layout.block_stride_bytes, layout.data_section_bytes), {"sliding_window": case.window}
+@dataclass(frozen=True)
+class LaunchArguments:
+    """Where the launchers of the formats differ.
+
+    Attributes:
+        scales: positional ones, before the row strides.
+        strides: positional ones, after the row strides.
+        window: sliding_window, where it is positional; the last before the stream.
+        keywords: sliding_window, where it is a keyword.
+    """
+
+    scales: tuple[Any, ...]
+    strides: tuple[int, ...]
+    window: tuple[int, ...]
+    keywords: dict[str, Any]
+
+
+def launch_arguments(
+    launcher: str, layout: CacheLayout, scales: tuple[Any, Any] = (1.0, 1.0), window: int = 0
+) -> LaunchArguments:
+    """What a launcher's own signature asks for, of a layout: so a new format has no case here.
+
+    Args:
+        launcher: a writer's name, or that of a decode.
+        layout: of the pools.
+        scales: K's and V's, for formats that need them.
+        window: sliding_window.
+    """
+    parameters = inspect.signature(getattr(ops, launcher)).parameters
+    given: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1], "sliding_window": window}
+
+    def positional(*names: str) -> tuple[Any, ...]:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        found = [name for name in names if name in parameters and parameters[name].kind is kind]
+        return tuple(given[name] if name in given else getattr(layout, name) for name in found)
+
+    windows = positional("sliding_window")
+    is_keyword = "sliding_window" in parameters and not windows
+    return LaunchArguments(
+        scales=positional("k_scale", "v_scale"),
+        strides=positional("cache_stride", "block_stride_bytes", "data_section_bytes"),
+        window=windows,
+        keywords={"sliding_window": window} if is_keyword else {},
+    )
+
+
+def _case_arguments(launcher: str, case: PagedCase) -> LaunchArguments:
+    return launch_arguments(launcher, case.layout, (case.k_scale, case.v_scale), case.window)
+
+
+def reduction(fmt: CacheFormat) -> str:
+    """Name of the reduction's launcher: a format without one of its own takes FP8's."""
+    own = f"paged_decode_attn_reduce_{fmt.name}"
+    return own if hasattr(ops, own) else "paged_decode_attn_reduce_fp8"
 
 
 def run_single(up: UploadedCase, *, num_blocks: int | None = None) -> npt.NDArray[Any]:
     """Single-pass decode; BF16 ``[num_seqs, num_q_heads, head_dim]`` on the host."""
     rig, case = up.rig, up.case
     name = f"paged_decode_attn_{case.layout.format.name}"
-    scales, strides, keywords = _layout_arguments(case)
-    window = () if case.layout.format.name == "nvfp4" else (case.window,)
+    own = _case_arguments(name, case)
     output = rig.full_bf16(case.q.shape)
     getattr(ops, name)(
         rig.gpu,
@@ -142,13 +189,13 @@ def run_single(up: UploadedCase, *, num_blocks: int | None = None) -> npt.NDArra
         case.layout.head_dim,
         case.layout.block_size,
         case.inv_sqrt_d,
-        *scales,
+        *own.scales,
         case.q_stride,
-        *strides,
-        *window,
+        *own.strides,
+        *own.window,
         rig.stream,
         num_blocks=num_blocks,
-        **keywords,
+        **own.keywords,
     )
     return rig.download_bf16(output)
 
@@ -158,8 +205,7 @@ def run_split(up: UploadedCase, num_splits: int, *, num_blocks: int | None = Non
     rig, case = up.rig, up.case
     fmt = case.layout.format.name
     entry = f"paged_decode_attn_splitk_{fmt}"
-    scales, strides, keywords = _layout_arguments(case)
-    window = () if fmt == "nvfp4" else (case.window,)
+    own = _case_arguments(entry, case)
     shape = (case.num_seqs, case.num_q_heads, num_splits, case.layout.head_dim + 2)
     workspace = rig.gpu.asarray(np.full(shape, np.nan, np.float32))
     getattr(ops, entry)(
@@ -178,14 +224,14 @@ def run_split(up: UploadedCase, num_splits: int, *, num_blocks: int | None = Non
         case.layout.block_size,
         case.inv_sqrt_d,
         num_splits,
-        *scales,
+        *own.scales,
         case.q_stride,
-        *strides,
+        *own.strides,
         case.num_seqs,
-        *window,
+        *own.window,
         rig.stream,
         num_blocks=num_blocks,
-        **keywords,
+        **own.keywords,
     )
     return workspace
 
@@ -193,7 +239,7 @@ def run_split(up: UploadedCase, num_splits: int, *, num_blocks: int | None = Non
 def run_reduce(up: UploadedCase, workspace: Any, num_splits: int) -> npt.NDArray[Any]:
     """The second step of split-K decode."""
     rig, case = up.rig, up.case
-    entry = f"paged_decode_attn_reduce_{'nvfp4' if case.layout.format.name == 'nvfp4' else 'fp8'}"
+    entry = reduction(case.layout.format)
     output = rig.full_bf16(case.q.shape)
     getattr(ops, entry)(
         rig.gpu,

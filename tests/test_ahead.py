@@ -24,8 +24,7 @@ from cupaged.errors import (
     KernelSourceError,
 )
 from cupaged.formats import BF16, FORMATS, FP8, CacheLayout
-from cupaged.grid_rules import buffer_rules, grid_rules
-from cupaged.registry import KernelEntry, entries, limits_of_capability
+from cupaged.registry import KernelEntry, buffer_expressions, entries, limits_of_capability
 from cupaged.registry.decode import planned_spec
 from cupaged.source import KernelSource
 from tests.fake_backend import FakeBackend
@@ -56,7 +55,7 @@ def constants_of_all() -> Iterator[tuple[KernelEntry, dict[str, int], int]]:
             yield entry, entry.constants({name: spec[name] for name in entry.spec_names}, limits), capability
 
 
-def test_grid_rules_say_what_the_registry_does() -> None:
+def test_grid_expressions_are_the_grids_of_launches() -> None:
     draw = random.Random(0)
     for entry, constants, capability in constants_of_all():
         for _ in range(5):
@@ -64,7 +63,7 @@ def test_grid_rules_say_what_the_registry_does() -> None:
             scalars = {name: draw.choice((0, 1, 3, 17, 300, 70000)) for name in entry.grid_names}
             grid = entry.grid(tuple(scalars.values()), constants, limits_of_capability(capability, num_sms))
             ruled = tuple(
-                evaluated(rule, num_sms=num_sms, **scalars) for rule in grid_rules(entry, constants)
+                evaluated(rule, num_sms=num_sms, **scalars) for rule in entry.grid_expressions(constants)
             )
             assert ruled == grid or (0 in ruled and 0 in grid), (entry.entry, scalars, constants)
 
@@ -87,7 +86,7 @@ def test_buffer_rules_say_what_a_decoder_allocates(fmt: Any, heads: tuple[int, i
         for source in gpu.loads:
             entry = next(e for e in entries() if e.entry == source.entry)
             constants = {name.removeprefix("SPEC_").lower(): int(v) for name, v in source.defines}
-            rules = buffer_rules(entry, constants)
+            rules = buffer_expressions(entry, constants)
             sizes.append({name: evaluated(rule, **limits) for name, rule in rules.items()})
         names = {name for each in sizes for name in each}
         assert sum(max(each.get(name, 0) for each in sizes) for name in names) == held
@@ -307,6 +306,17 @@ def test_a_manifest_alone_is_enough_to_launch(folder: Path) -> None:
     assert grid == launch.grid
     for parameter in described["parameters"]:
         assert launch.values[parameter["name"]] % parameter["multiple"] == 0 or parameter["kind"] == "f32"
+
+
+def test_a_manifest_says_how_addresses_are_aligned(folder: Path) -> None:
+    """As the launcher asks for it, and 1 for what is no address."""
+    described = 0
+    for kernel in manifest_of(folder)["kernels"]:
+        entry = next(e for e in entries() if e.entry == kernel["entry"])
+        for parameter in kernel["parameters"]:
+            assert parameter["multiple"] == entry.multiples.get(parameter["name"], 1)
+        described += len(entry.multiples)
+    assert described > 10
 
 
 def test_a_set_holds_what_its_objects_launch() -> None:

@@ -58,9 +58,9 @@ def test_a_kernel_of_the_package_has_its_own_geometry(gpu: FakeBackend) -> None:
 @pytest.mark.parametrize(
     ("grid", "block", "message"),
     [
-        ([3, 8, 2], [32, 1, 1], r"grid is \(3, 8, 2\), but .* own .* is \(3, 8, 1\)"),
-        ([8, 3, 1], None, r"grid is \(8, 3, 1\), but .* is \(3, 8, 1\)"),
-        (None, [256, 1, 1], r"block is \(256, 1, 1\), but .* is \(32, 1, 1\)"),
+        ([3, 8, 2], [32, 1, 1], r"grid: got \(3, 8, 2\), but .* own .* is \(3, 8, 1\)"),
+        ([8, 3, 1], None, r"grid: got \(8, 3, 1\), but .* is \(3, 8, 1\)"),
+        (None, [256, 1, 1], r"block: got \(256, 1, 1\), but .* is \(32, 1, 1\)"),
     ],
 )
 def test_a_contradicting_geometry_is_refused(
@@ -352,3 +352,12 @@ def test_an_array_where_a_scalar_belongs_names_both_kinds(gpu: FakeBackend) -> N
     launch.arg_ptr(aligned(4, np.int32))
     with pytest.raises(ArgumentTypeError, match="argument 2 is ptr, but parameter 'n_elems' is u32"):
         launch.launch(0)
+
+
+def test_names_and_handles_that_are_none(gpu: FakeBackend) -> None:
+    for names, wrong in (((1, "x"), "module: got 1"), ((REDUCE[0], ["x"]), r"entry: got \['x'\]")):
+        with pytest.raises(ArgumentTypeError, match=f"^{wrong}, allowed is a name"):
+            gpu.kernel(*names)  # type: ignore[arg-type]
+    for nothing in (None, gpu, "reduce"):
+        with pytest.raises(ArgumentTypeError, match=r"^kernel: got .*, allowed is a handle"):
+            KernelLaunch(gpu, nothing)  # type: ignore[arg-type]

@@ -130,6 +130,27 @@ def test_memory_is_described_as_it_is(cupy: FakeCupy) -> None:
     assert lent(Lender(shape=(0, 4), data=(0, False))) == ("empty", (0, 4))
 
 
+def test_sizes_of_numpys_integers(cupy: FakeCupy) -> None:
+    """Their products would overflow."""
+    array = lent(
+        Lender(shape=np.int16([300, 300]), strides=np.int16([30000, 4]), data=(np.int64(4096), False))
+    )
+    assert (array.shape, array.strides) == ((300, 300), (30000, 4))
+    assert array.memory.size == 299 * 30000 + 299 * 4 + 4
+    assert all(
+        type(x) is int for x in (*array.shape, *array.strides, array.memory.address, array.memory.size)
+    )
+
+
+def test_a_stream_that_is_none_is_not_the_array(cupy: FakeCupy) -> None:
+    def refuse(stream: Any) -> int:
+        raise ArgumentTypeError("stream: got str, allowed: int handle")
+
+    gpu: Any = SimpleNamespace(**vars(GPU) | {"stream_handle": refuse})
+    with pytest.raises(ArgumentTypeError, match=r"^stream: got str"):
+        interop.named_array(gpu, "q", Lender(), "x")
+
+
 @pytest.mark.parametrize(("stream", "passed"), [(OURS, OURS), (0, 1), (1, 1), (2, 2)])
 def test_our_stream_is_passed_to_the_producer(cupy: FakeCupy, stream: int, passed: int) -> None:
     producer = Producer(np.zeros((2, 3), np.float32), device=(dlpack.CUDA, DEVICE))

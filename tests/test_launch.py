@@ -234,6 +234,20 @@ def test_device_ptr_arithmetic() -> None:
             DevicePtr(bad)  # type: ignore[arg-type]
 
 
+def test_sizes_of_a_device_ptr() -> None:
+    """NumPy's integers become ints, whose sums do not overflow."""
+    pointer = DevicePtr(2**40, nbytes=np.uint8(200)) + np.uint8(100)  # type: ignore[arg-type]
+    assert (type(pointer.address), type(pointer.nbytes)) == (int, int)
+    assert pointer == DevicePtr(2**40 + 100, nbytes=100)
+    with pytest.raises(ArgumentValueError, match="nbytes: got -1, allowed is 0 or more"):
+        DevicePtr(1000, -1)
+    for bad in (True, 1.0, "8"):
+        with pytest.raises(ArgumentTypeError, match=f"nbytes: got {bad!r}, allowed is an integer"):
+            DevicePtr(1000, bad)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentTypeError, match=f"offset: got {bad!r}, allowed is an integer"):
+            DevicePtr(1000) + bad  # type: ignore[operator]
+
+
 def test_too_few_arguments_name_the_missing_ones(gpu: FakeBackend, tmp_path: Path) -> None:
     launch = small(gpu, own_kernel(gpu, tmp_path, SIX)).arg_u32(1).arg_ptr(0).arg_u32(1).arg_u64(1)
     with pytest.raises(ArgumentTypeError, match=r"k_u32_.*: got 4 arguments of 6; missing: 'p4', 'p5'"):

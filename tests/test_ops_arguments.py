@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cupaged import DevicePtr, ops
-from cupaged.errors import ArgumentValueError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from tests.fake_backend import FakeBackend, aligned
 from tests.launcher_cases import (
     FACTORS,
@@ -93,7 +93,7 @@ def expected(launcher: str, given: dict[str, Any]) -> dict[str, Any]:
     """Parameter name -> value of the kernel, from the arguments alone."""
     values = {n: v.ctypes.data if isinstance(v, np.ndarray) else v for n, v in given.items()}
     if launcher.startswith("paged_decode_attn_tiled"):
-        values |= {"inv_sqrt_d": 0.125, "last_block_valid_slots_per_seq": 0, "num_blocks": UNLIMITED}
+        values |= {"inv_sqrt_d": 0.125, "last_block_valid_slots_per_seq": 0, "num_blocks": NUM_BLOCKS}
         values["num_splits"] = 1
     elif launcher.startswith("reshape"):
         values |= {"num_slots": NUM_BLOCKS * 16, "heads_first": 0}
@@ -102,7 +102,7 @@ def expected(launcher: str, given: dict[str, Any]) -> dict[str, Any]:
         else:
             values = {"k_scale": 1.0, "v_scale": 1.0, "k_scales": 0, "v_scales": 0} | values
     elif launcher.startswith("gather"):
-        values["num_blocks"] = UNLIMITED
+        values["num_blocks"] = NUM_BLOCKS
     elif "k_cache" in values:
         values.setdefault("sliding_window", 0)
         values["num_blocks"] = NUM_BLOCKS
@@ -273,6 +273,92 @@ def test_the_pool_size_is_the_smallest_of_what_is_known(gpu: FakeBackend, launch
             continue
         call(gpu, launcher, given, **changed)
         assert gpu.last.values[name] == (unlimited if blocks is None else blocks * unit), changed
+
+
+def test_a_bf16_pool_by_the_stride_that_is_given(gpu: FakeBackend) -> None:
+    stride = 2 * 16 * 2 * 64  # K and V in turns
+    pool = aligned(6 * stride, np.uint16)
+    given = arguments("reshape_and_cache_bf16") | {"k_cache": pool, "v_cache": pool}
+    call(gpu, "reshape_and_cache_bf16", given, cache_stride=stride)
+    assert gpu.last.values["num_slots"] == 6 * 16
+
+
+# Bytes that a block of the cases uses, to its last row, and between blocks.
+_TILES = {
+    "paged_decode_attn_tiled": (2 * 16 * 2 * 64, 2 * 16 * 2 * 64),
+    "paged_decode_attn_tiled_fp8": (16 * 2 * 64, 16 * 2 * 64),
+    "paged_decode_attn_tiled_nvfp4": BLOCK_ELEMENTS["nvfp4"],
+    "gather_tokens_f32": (SCALARS["data_section_bytes"] + 15 * 8 + 4 + 4, SCALARS["block_stride_bytes"]),
+    "gather_tokens_bf16": (SCALARS["data_section_bytes"] + 15 * 8 + 4 + 4, SCALARS["block_stride_bytes"]),
+}
+
+
+@pytest.mark.parametrize("launcher", _TILES)
+def test_pools_of_arrays_bound_what_steps_and_gathers_read(gpu: FakeBackend, launcher: str) -> None:
+    """By strides, to the end of the last block: with no figure, and never beyond it with one."""
+    given = arguments(launcher)
+    block, stride = _TILES[launcher]
+    for name in [n for n in ("k_pool", "v_pool", "pool") if n in given]:
+        flat = given[name].reshape(-1).view(np.uint8)
+        for nbytes, held in ((4 * stride + block, 5), (4 * stride + block - 2, 4), (block, 1)):
+            array = flat[:nbytes].view(given[name].dtype)
+            for pool in (array, DevicePtr(4096, nbytes=nbytes)):
+                call(gpu, launcher, given, **{name: pool})
+                assert gpu.last.values["num_blocks"] == held
+                call(gpu, launcher, given, **{name: pool}, num_blocks=np.int8(1))
+                assert gpu.last.values["num_blocks"] == 1
+                with pytest.raises(ArgumentValueError) as caught:
+                    call(gpu, launcher, given, **{name: pool}, num_blocks=held + 1)
+                message = f"num_blocks: got {held + 1}, but {name} holds {held} blocks"
+                assert str(caught.value) == message
+        with pytest.raises(ArgumentValueError, match="a pool shorter than one block"):
+            call(gpu, launcher, given, **{name: flat[: block - 2].view(given[name].dtype)})
+    bare = addresses(launcher)
+    call(gpu, launcher, bare)
+    assert gpu.last.values["num_blocks"] == UNLIMITED
+
+
+_OWN_LAUNCHER = """
+from typing import Any, Optional
+from cupaged.launch import KernelLaunch
+from cupaged.ops._checks import launcher, remembered
+
+def bf16_absmax(gpu: object, kernel: object, data: Any, out_max: Any, n_elems: int, stream: Any,
+                *, seen: Any = None, most: Optional[int] = None, factor: float = 1.0) -> None:
+    told.append((data, n_elems, most))
+
+@remembered
+def doubled(count: int, most: Optional[int] = None) -> int:
+    return 2 * count if most is None else min(2 * count, most)
+
+bf16_absmax = launcher(bf16_absmax)
+"""
+
+
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations"])
+def test_annotations_may_be_text_or_types(gpu: FakeBackend, future: str) -> None:
+    """Integers and pointers are found by what they are annotated with, however that was written."""
+    space: dict[str, Any] = {"told": []}
+    exec(compile(future + _OWN_LAUNCHER, "own_launcher", "exec", dont_inherit=True), space)
+    given = ("data", 8192, np.int8(100), 0)
+    space["bf16_absmax"](gpu, gpu.kernel("bf16_absmax", "bf16_absmax"), 4096, *given[1:], most=np.int8(3))
+    assert space["told"] == [(4096, 100, 3)]
+    assert [type(value) for value in space["told"][0]] == [int, int, int]
+    with pytest.raises(ArgumentTypeError, match=r"most: got 'x' .*allowed is an integer"):
+        space["bf16_absmax"](gpu, gpu.kernel("bf16_absmax", "bf16_absmax"), 4096, *given[1:], most="x")
+    assert space["doubled"](np.int8(100)) == 200
+    assert space["doubled"](np.int8(100), np.int8(120)) == 120
+    with pytest.raises(ArgumentTypeError, match="count: got None"):
+        space["doubled"](None)
+
+
+def test_blocks_without_a_stride_are_all_the_same(gpu: FakeBackend) -> None:
+    launcher = "paged_decode_attn_tiled"
+    given = arguments(launcher)
+    call(gpu, launcher, given, blk_stride=0)
+    assert gpu.last.values["num_blocks"] == UNLIMITED
+    with pytest.raises(ArgumentValueError, match="num_blocks: got 7, but k_pool holds 0 blocks"):
+        call(gpu, launcher, given, blk_stride=0, num_blocks=7, k_pool=aligned((8,), given["k_pool"].dtype))
 
 
 @pytest.mark.parametrize("launcher", ["paged_decode_attn_reduce_fp8", "paged_decode_attn_tiled_nvfp4"])

@@ -325,13 +325,13 @@ def test_the_order_of_a_blocks_rows(gpu: FakeBackend, launcher: str) -> None:
 
 @pytest.mark.parametrize("launcher", ["gather_tokens_f32", "gather_tokens_bf16"])
 def test_gathers_pools_and_formats(gpu: FakeBackend, launcher: str) -> None:
-    """The pool reaches to the last row of its last block: 3 blocks, 15 tokens, 1 head and 32 bytes on."""
+    """The pool reaches to the last scale of its last block: 3 blocks, 15 tokens, 1 head and 4 bytes on."""
     given = arguments(launcher)
-    needed = 3 * SCALARS["block_stride_bytes"] + 15 * 64 + 32 + 32
+    needed = 3 * SCALARS["block_stride_bytes"] + SCALARS["data_section_bytes"] + 15 * 8 + 4 + 4
     exact = aligned(needed, np.uint8)
     for short in (exact[:-1], DevicePtr(4096, nbytes=needed - 1)):
-        message = refused(gpu, launcher, given, ValueError, "pool", pool=short, num_blocks=4)
-        assert message == f"pool: got {needed - 1} bytes, needed are {needed}"
+        message = refused(gpu, launcher, given, ValueError, "num_blocks", pool=short, num_blocks=4)
+        assert message == "num_blocks: got 4, but pool holds 3 blocks"
     message = refused(gpu, launcher, given, ValueError, "cache_format", cache_format=3)
     assert message == "cache_format: got 3, allowed are 0 (bf16), 1 (fp8), 2 (nvfp4)"
     for head_dim in (0, 8, 24, 100):
@@ -344,8 +344,8 @@ def test_gathers_pools_and_formats(gpu: FakeBackend, launcher: str) -> None:
 
 def test_copied_pools(gpu: FakeBackend) -> None:
     given = arguments("copy_cache_blocks")
-    for side, blocks, stride in (("source", 6, 1184), ("target", 5, 1200)):
-        needed = (blocks - 1) * stride + 1024
+    for side, blocks, stride, section in (("source", 6, 1184, 1040), ("target", 5, 1200, 1056)):
+        needed = (blocks - 1) * stride + section + 128  # to the end of the last block's scales
         for name in (f"k_{side}", f"v_{side}"):
             short = {name: DevicePtr(4096, nbytes=needed - 1)}
             message = refused(gpu, "copy_cache_blocks", given, ValueError, name, **short)

@@ -331,7 +331,7 @@ def test_ring_shapes_divide_all_work_and_fit() -> None:
         parts = div_ceil(tiles, shape.block_head_tiles)
         assert slices * shape.block_heads == problem.num_kv_heads * parts
         assert shape.stage_tiles % shape.token_warps == 0
-        assert 2 <= shape.stages <= 6
+        assert 3 <= shape.stages <= 6
         assert shape.threads == 32 * shape.groups * shape.token_warps <= 512
         row = {"bf16": (2, 1), "fp8": (1, 1), "nvfp4": (9, 16)}  # bytes of a dim, as a ratio
         tile = 0

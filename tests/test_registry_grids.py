@@ -18,6 +18,7 @@ from cupaged.registry import (
     limits_of_capability,
 )
 from cupaged.registry.decode import check_resident, planned_spec
+from cupaged.registry.ring import RingProblem, ring_shape
 from tests.registry_cases import DECODE, DEVICES, HOPPER, PINNED, TILED, constants, grid_of
 
 
@@ -95,6 +96,16 @@ def test_what_must_be_resident_is(latency: int) -> None:
         with pytest.raises(ArgumentValueError, match=f"^{heads} .*split_tokens"):
             check_resident(spec, limits)
     assert refused > 0
+
+
+def test_a_device_without_room_for_three_stages_is_refused() -> None:
+    """A stage of head_dim 256 in BF16 is 16 KiB at least; beside three of them a block has its plan."""
+    problem = RingProblem("bf16", "bf16", 8, 256, 16, 4)
+    shape = ring_shape(problem, replace(HOPPER, shared_per_block=64 * 1024))
+    assert (shape.block_heads, shape.stages) == (1, 3)
+    refusal = "^head_dim: got 256, of which three stages do not fit the 49152 bytes"
+    with pytest.raises(ArgumentValueError, match=refusal):
+        ring_shape(problem, replace(HOPPER, shared_per_block=48 * 1024))
 
 
 def test_other_grids() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -14,13 +14,13 @@ from cupaged import KVCache, decode_kernels, ops
 from cupaged.cascade import CascadeDecoder
 from cupaged.decode import Decoder
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat, CacheLayout
+from cupaged.formats import BF16, FORMATS, CacheFormat, CacheLayout
 from cupaged.registry import limits_of_capability
 from cupaged.registry.ring import RingProblem, ring_shape
 from cupaged.streaming import PinnedStore, StreamingDecoder, Tail, encode_records
 from cupaged.support import BACKENDS, FEATURES, PATHS, Feature, Path, is_supported, matrix, targets
 from tests.oracle import F64
-from tests.rig import Rig
+from tests.rig import LaunchArguments, Rig, launch_arguments, reduction
 
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 32, 16, 8
 LENGTHS = np.array([20, 3, 33], np.int32)
@@ -28,7 +28,8 @@ TABLES = np.array([[5, 2, -1], [0, -1, -1], [7, 1, 4]], np.int32)
 ONE_ROW = np.array([[7, 1, 4]] * 3, np.int32)
 FEATURE = {feature.name: feature for feature in FEATURES}
 PATH = {path.name: path for path in PATHS}
-EXACT = np.array([0.5, 1, 1.5, 2, 3, 4, 6])  # what E2M1 holds, and so all formats
+EXACT = np.array([0.5, 1, 1.5, 2, 3, 4, 6])  # what E2M1 holds, and so all formats with one of ...
+SCALES = {"k_scale": 0.5, "v_scale": 0.25}  # ... these: integers would hold multiples
 
 
 @pytest.fixture(autouse=True)
@@ -64,18 +65,18 @@ class Wish:
     def value_layout(self) -> CacheLayout:
         if self.feature != "value_format":
             return self.layout
-        other = {BF16: FP8, FP8: NVFP4, NVFP4: BF16}[self.fmt]
+        other = FORMATS[(FORMATS.index(self.fmt) + 1) % len(FORMATS)]
         return CacheLayout(other, KV_HEADS, DIM, BLOCK)
 
     @property
     def scales(self) -> dict[str, Any]:
-        """Of the cache: powers of two, with which everything stays exact."""
+        """Of the cache: `SCALES`, in which everything stays exact."""
         by_name: dict[str, Any] = {"k_scale": None, "v_scale": None}
         for name, layout in (("k_scale", self.layout), ("v_scale", self.value_layout)):
-            if layout.format == FP8 or self.feature == "tensor_scales":
-                by_name[name] = 0.5 if name == "k_scale" else 2.0
+            if layout.format.needs_scale or self.feature == "tensor_scales":
+                by_name[name] = SCALES[name]
             if self.feature == "head_scales":
-                by_name[name] = np.array([0.5, 2.0], np.float32)
+                by_name[name] = np.array([*SCALES.values()], np.float32)
         return by_name
 
 
@@ -221,16 +222,12 @@ def run_cascade(problem: Problem) -> None:
     problem.check(out, lse)
 
 
-def launcher_arguments(problem: Problem) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-    """The cache; scales; strides behind q_stride; keywords that a launcher without the feature lacks."""
+def launcher_arguments(problem: Problem, launcher: str) -> tuple[Any, LaunchArguments]:
+    """The cache and what the format takes; among the keywords those that a launcher may lack, too."""
     wish, rig, cache = problem.wish, problem.rig, problem.cache()
     layout = wish.layout
-    scales: tuple[Any, ...] = ()
-    strides: tuple[Any, ...] = ()
-    if wish.fmt == FP8:
-        scales, strides = (cache.k_scale or 1.0, cache.v_scale or 1.0), (layout.cache_stride,)
-    elif wish.fmt == NVFP4:
-        strides = (layout.block_stride_bytes, layout.data_section_bytes)
+    scales = (cache.k_scale or 1.0, cache.v_scale or 1.0)
+    own = launch_arguments(launcher, layout, scales, wish.window)
     ones = rig.gpu.zeros(4, np.float32)
     missing: dict[str, dict[str, Any]] = {
         "lse": {"lse": ones}, "sinks": {"sinks": ones}, "soft_cap": {"soft_cap": 1.5},
@@ -238,45 +235,42 @@ def launcher_arguments(problem: Problem) -> tuple[Any, tuple[Any, ...], tuple[An
         "float16": {"q_dtype": "float16"}, "heads_first": {"heads_first": True},
         "table_stride": {"table_stride": 0}, "head_scales": {"k_scales": ones},
         "value_format": {"value_layout": wish.value_layout}, "split_tokens": {"split_tokens": 16},
-        "tensor_scales": {} if wish.fmt == FP8 else {"k_scale": 0.5},
+        "tensor_scales": {} if wish.fmt.needs_scale else {"k_scale": 0.5},
         "block_stride": {"cache_stride": layout.block_stride_bytes // 2} if wish.fmt == BF16 else {},
     }  # fmt: skip
-    return cache, scales, strides, missing.get(wish.feature, {})
+    return cache, replace(own, keywords=own.keywords | missing.get(wish.feature, {}))
 
 
 def run_single(problem: Problem) -> None:
     wish, rig = problem.wish, problem.rig
-    cache, scales, strides, keywords = launcher_arguments(problem)
     name = f"paged_decode_attn_{wish.fmt.name}"
-    window = (wish.window,) if wish.fmt != NVFP4 else ()
-    keywords |= {"sliding_window": wish.window} if wish.fmt == NVFP4 else {}
+    cache, own = launcher_arguments(problem, name)
     out = rig.full_bf16(problem.q.shape)
     stride = (HEADS + (wish.feature == "q_stride")) * DIM
     getattr(ops, name)(
         rig.gpu, rig.kernel(name), problem.rows(problem.q), cache.k_cache, cache.v_cache, out,
-        rig.upload(wish.tables), rig.upload(LENGTHS), 3, 3, HEADS, KV_HEADS, DIM, BLOCK, wish.scale, *scales,
-        stride, *strides, *window, rig.stream, num_blocks=BLOCKS, **keywords,
+        rig.upload(wish.tables), rig.upload(LENGTHS), 3, 3, HEADS, KV_HEADS, DIM, BLOCK, wish.scale,
+        *own.scales, stride, *own.strides, *own.window, rig.stream, num_blocks=BLOCKS, **own.keywords,
     )  # fmt: skip
     problem.check(out)
 
 
 def run_split(problem: Problem) -> None:
     wish, rig = problem.wish, problem.rig
-    cache, scales, strides, keywords = launcher_arguments(problem)
     fmt = wish.fmt.name
     name = f"paged_decode_attn_splitk_{fmt}"
-    window = (wish.window,) if wish.fmt != NVFP4 else ()
-    keywords |= {"sliding_window": wish.window} if wish.fmt == NVFP4 else {}
+    cache, own = launcher_arguments(problem, name)
     workspace = rig.gpu.zeros((3, HEADS, 2, DIM + 2), np.float32)
     stride = (HEADS + (wish.feature == "q_stride")) * DIM
     lengths = rig.upload(LENGTHS)
     getattr(ops, name)(
         rig.gpu, rig.kernel(f"paged_decode_attn_{fmt}", name), problem.rows(problem.q), cache.k_cache,
         cache.v_cache, workspace, rig.upload(wish.tables), lengths, 3, HEADS, KV_HEADS, DIM, BLOCK,
-        wish.scale, 2, *scales, stride, *strides, 3, *window, rig.stream, num_blocks=BLOCKS, **keywords,
+        wish.scale, 2, *own.scales, stride, *own.strides, 3, *own.window, rig.stream, num_blocks=BLOCKS,
+        **own.keywords,
     )  # fmt: skip
     out = rig.full_bf16(problem.q.shape)
-    reduce = f"paged_decode_attn_reduce_{'nvfp4' if wish.fmt == NVFP4 else 'fp8'}"
+    reduce = reduction(wish.fmt)
     getattr(ops, reduce)(
         rig.gpu, rig.kernel("paged_decode_attn_reduce", reduce), workspace, out, lengths, HEADS, DIM, 2, 3,
         rig.stream,
@@ -287,14 +281,14 @@ def run_split(problem: Problem) -> None:
 def run_streaming(problem: Problem) -> None:
     wish, rig = problem.wish, problem.rig
     ones = rig.gpu.zeros(4, np.float32)
-    scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0}
+    scales: dict[str, Any] = SCALES
     constructed: dict[str, dict[str, Any]] = {
         "soft_cap": {"soft_cap": 1.5}, "query_tokens": {"query_tokens": 2}, "not_causal": {"causal": False},
         "float16": {"q_dtype": "float16"}, "head_scales": {"k_scales": ones},
         "value_format": {"value_layout": wish.value_layout}, "split_tokens": {"split_tokens": 16},
         "tensor_scales": scales,
     }  # fmt: skip
-    made = constructed.get(wish.feature, scales if wish.fmt == FP8 else {})
+    made = constructed.get(wish.feature, scales if wish.fmt.needs_scale else {})
     asked: dict[str, dict[str, Any]] = {
         "lse": {"lse": ones}, "sinks": {"sinks": ones}, "sliding_window": {"sliding_window": 5},
         "q_stride": {"q_stride": 5 * DIM}, "table_stride": {"table_stride": 0},
@@ -308,7 +302,7 @@ def run_streaming(problem: Problem) -> None:
         position = np.arange(length)
         slots = wish.tables[seq, position // BLOCK] * BLOCK + position % BLOCK
         records, last = encode_records(
-            wish.layout, problem.key[slots], problem.value[slots], **(scales if wish.fmt == FP8 else {})
+            wish.layout, problem.key[slots], problem.value[slots], **(scales if wish.fmt.needs_scale else {})
         )
         store: Any = PinnedStore(rig.gpu, wish.layout, len(records) + 1)
         store.append(records[:-1])
@@ -377,7 +371,7 @@ def test_architectures(arch: str, bulk: bool) -> None:
         for head_dim in range(16, 257, 16):
             for heads in (1, 8):
                 shape = ring_shape(RingProblem(fmt.name, fmt.name, heads, head_dim, 16, 4), limits)
-                if fmt != NVFP4 or not bulk:  # of NVFP4, the scales of some of the heads may be too short
+                if not (fmt.has_scale_section and bulk):  # the scales of some of the heads may be too short
                     assert shape.bulk == bulk
 
 

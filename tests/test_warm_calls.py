@@ -40,7 +40,11 @@ class Warm:
         getattr(ops, self.launcher)(**addresses(self.launcher) | common | changed)
 
     def refuses(self, error: type[Exception], match: str, **changed: Any) -> None:
-        """An error before anything is launched, also after good calls that are kept; these work as before."""
+        """An error before anything is launched, also after good calls that are kept; these work as before.
+
+        By a handle of its own: an error before would have dropped part of what is kept.
+        """
+        self.kernel = handle(self.gpu, self.launcher)
         for _ in range(UNTIL_READY):
             self.call()
         launched = len(self.gpu.launches)

@@ -6,13 +6,12 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
+from cupaged.backends.cupy.nvrtc import CHECKED_TARGETS
 from cupaged.cli.parsing import Commands, add_formats, add_shape, command, positive
 from cupaged.cli.status import DONE
 from cupaged.cli.terminal import Terminal
 from cupaged.doctor import readable_bytes
 from cupaged.formats import CacheLayout, cache_format
-
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
 
 
 def add(commands: Commands) -> None:
@@ -39,7 +38,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--max-seqs", type=positive, default=512, metavar="N",
                         help="most sequences of a batch; beyond 512 kernels are others (512)")  # fmt: skip
     parser.add_argument("--arch", nargs="+", default=["sm_90a"], metavar="ARCH",
-                        help=f"GPUs to compile for, as {' '.join(ARCHS)} (sm_90a)")  # fmt: skip
+                        help=f"GPUs to compile for, as {' '.join(CHECKED_TARGETS)} (sm_90a)")  # fmt: skip
     parser.set_defaults(run=run)
 
 

@@ -13,6 +13,7 @@ from cupaged.cli.terminal import Terminal
 from cupaged.errors import ArgumentValueError
 from cupaged.formats import CacheLayout, cache_format
 from cupaged.kv.layouts import checked_layouts
+from cupaged.tables import UNUSED_COLUMN
 
 _SHOWN = 6  # rows or columns of a picture
 _GAP = "..."
@@ -51,11 +52,14 @@ def add(commands: Commands) -> None:
 
 def _table(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in text.split(","))
+        ids = tuple(int(word) for word in text.split(","))
     except ValueError:
+        ids = (-2,)
+    if not all(UNUSED_COLUMN <= block < 2**31 for block in ids):
         raise argparse.ArgumentTypeError(
-            f"got {text!r}, allowed are block ids with commas, as 7,2,9"
-        ) from None
+            f"got {text!r}, allowed are block ids up to {2**31 - 1} with commas, as 7,2,9; -1 where unused"
+        )
+    return ids
 
 
 def _layout(options: argparse.Namespace) -> CacheLayout:
@@ -79,7 +83,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     try:
         checked_layouts(layout, None)
     except ArgumentValueError as error:
-        terminal.note(f"warning: no kernel takes this layout: {str(error).removeprefix('layout: its ')}")
+        terminal.note(f"warning: no kernel takes this layout: {error.detail}")
     place = locate(layout, options.token, options.head, options.element, options.table)
     if options.json:
         terminal.line(json.dumps(_content(layout, place), indent=2))

@@ -31,7 +31,7 @@ def as_float32(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
         return decode_bf16(array)
     if array.dtype not in _FLOATS:
         raise ArgumentTypeError(
-            f"{name} has dtype {array.dtype}; allowed are bfloat16, float16, float32, float64 "
+            f"{name}: got dtype {array.dtype}, allowed are bfloat16, float16, float32, float64 "
             "and uint16 (BF16 bit patterns)"
         )
     with np.errstate(over="ignore", invalid="ignore"):
@@ -61,7 +61,7 @@ def decode_bf16(bits: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """
     array = np.asarray(bits)
     if array.dtype != np.uint16 and array.dtype != BFLOAT16:
-        raise ArgumentTypeError(f"bits has dtype {array.dtype}; allowed are uint16 and bfloat16")
+        raise ArgumentTypeError(f"bits: got dtype {array.dtype}, allowed are uint16 and bfloat16")
     wide = array.view(np.uint16).astype(np.uint32)
     values: npt.NDArray[np.float32] = (wide << np.uint32(16)).view(np.float32)
     return values

@@ -53,7 +53,7 @@ def decode_e4m3(codes: npt.ArrayLike, scale: object = 1.0) -> npt.NDArray[np.flo
     """
     array = np.asarray(codes)
     if array.dtype != np.uint8 and array.dtype != _E4M3:
-        raise ArgumentTypeError(f"codes has dtype {array.dtype}; allowed are uint8 and float8_e4m3fn")
+        raise ArgumentTypeError(f"codes: got dtype {array.dtype}, allowed are uint8 and float8_e4m3fn")
     factor = checked_scales("scale", scale)
     with np.errstate(over="ignore", under="ignore"):
         product: npt.NDArray[np.float32] = array.view(_E4M3).astype(np.float32) * factor
@@ -77,7 +77,7 @@ def checked_scale(name: str, value: object) -> float:
         rounded = float(np.float32(number))
     if not (math.isfinite(rounded) and rounded > 0.0):
         raise ArgumentValueError(
-            f"{name} is {number!r}, which is {rounded!r} as float32; it must be finite and > 0 as float32"
+            f"{name}: got {number!r}, which is {rounded!r} as float32; allowed is finite and > 0 as float32"
         )
     return rounded
 
@@ -91,14 +91,14 @@ def checked_scales(name: str, value: object) -> npt.NDArray[np.float32]:
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         return np.array(checked_scale(name, value), np.float32)
     if value.dtype.kind not in "fiu" and value.dtype != BFLOAT16:
-        raise ArgumentTypeError(f"{name} has dtype {value.dtype}; only real numbers are allowed")
+        raise ArgumentTypeError(f"{name}: got dtype {value.dtype}, allowed are real numbers")
     with np.errstate(over="ignore", under="ignore"):
         rounded: npt.NDArray[np.float32] = value.astype(np.float32)
     wrong = ~(np.isfinite(rounded) & (rounded > 0.0))
     if wrong.any():
         at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
         raise ArgumentValueError(
-            f"{name}[{', '.join(map(str, at))}] is {value[at]!r}; it must be finite and > 0 as float32"
+            f"{name}[{', '.join(map(str, at))}]: got {value[at]!r}, allowed is finite and > 0 as float32"
         )
     return rounded
 
@@ -114,6 +114,6 @@ def _real_number(name: str, value: object) -> float:
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     raise ArgumentTypeError(
-        f"{name} is {value!r} of type {type(value).__name__}; "
+        f"{name}: got {value!r} of type {type(value).__name__}, "
         "allowed are a real number and a 0-d NumPy array of one"
     )

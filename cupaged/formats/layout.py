@@ -10,6 +10,7 @@ import numpy as np
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats.bf16 import BFLOAT16
+from cupaged.formats.fp8 import E4M3_MAX
 from cupaged.formats.nvfp4 import NVFP4_GROUP
 
 
@@ -21,11 +22,20 @@ class CacheFormat:
         name: ``"bf16"``, ``"fp8"`` or ``"nvfp4"``, as in kernel names.
         dtype: dtype of a pool's elements.
         head_dim_multiple: head_dim must be a multiple of it.
+        largest: largest magnitude stored, of a format whose cache must be given scales: absmax / largest is
+            the smallest that clips nothing. None for formats that store values as they are, or make their own
+            scales.
     """
 
     name: str
     dtype: np.dtype[Any]
     head_dim_multiple: int
+    largest: float | None = None
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether a cache must be given its dequantisation scales."""
+        return self.largest is not None
 
     def data_bytes(self, head_dim: int) -> int:
         """Bytes of one token of one head in the data section."""
@@ -44,7 +54,7 @@ class CacheFormat:
 _SECTION_ALIGNMENT = 16  # bytes; blocks without a scale section have it by their sizes
 
 BF16 = CacheFormat("bf16", BFLOAT16, 2)
-FP8 = CacheFormat("fp8", np.dtype(np.uint8), 2)
+FP8 = CacheFormat("fp8", np.dtype(np.uint8), 2, largest=E4M3_MAX)
 NVFP4 = CacheFormat("nvfp4", np.dtype(np.uint8), NVFP4_GROUP)
 FORMATS = (BF16, FP8, NVFP4)
 
@@ -97,13 +107,18 @@ class CacheLayout:
     def __post_init__(self) -> None:
         if not isinstance(self.format, CacheFormat):
             raise ArgumentTypeError(f"format: got {self.format!r}, allowed are BF16, FP8 and NVFP4")
-        _check_size("num_kv_heads", self.num_kv_heads)
-        _check_size("head_dim", self.head_dim, multiple=self.format.head_dim_multiple)
-        _check_size("block_size", self.block_size)
+        self._keep_size("num_kv_heads")
+        self._keep_size("head_dim", multiple=self.format.head_dim_multiple)
+        self._keep_size("block_size")
         if not isinstance(self.heads_first, bool):
             raise ArgumentTypeError(f"heads_first: got {self.heads_first!r}, allowed are True and False")
         self._check_data_section()
         self._check_block_stride()
+
+    def _keep_size(self, name: str, *, minimum: int = 1, multiple: int = 1) -> None:
+        """Check a size and keep it as an int: products of NumPy integers overflow."""
+        size = checked_size(name, getattr(self, name), minimum=minimum, multiple=multiple)
+        object.__setattr__(self, name, size)
 
     def _check_data_section(self) -> None:
         override = self.data_section_override
@@ -114,14 +129,12 @@ class CacheLayout:
                 f"data_section_override: got {override}, allowed is None: {self.format.name} has no scale "
                 "section"
             )
-        _check_size("data_section_override", override, minimum=self._tight_data_bytes)
+        self._keep_size("data_section_override", minimum=self._tight_data_bytes)
 
     def _check_block_stride(self) -> None:
-        override = self.block_stride_override
-        if override is None:
-            return
-        item = self.pool_dtype.itemsize
-        _check_size("block_stride_override", override, minimum=self.block_bytes, multiple=item)
+        if self.block_stride_override is not None:
+            item = self.pool_dtype.itemsize
+            self._keep_size("block_stride_override", minimum=self.block_bytes, multiple=item)
 
     @property
     def _tight_data_bytes(self) -> int:
@@ -172,12 +185,21 @@ class CacheLayout:
         Tight BF16 and FP8: ``[num_blocks, block_size, num_kv_heads, head_dim]``; otherwise
         ``[num_blocks, cache_stride]``.
         """
-        _check_size("num_blocks", num_blocks, minimum=0)
+        num_blocks = checked_size("num_blocks", num_blocks, minimum=0)
         if self.format.has_scale_section or self.block_stride_bytes != self.block_bytes:
             return (num_blocks, self.cache_stride)
         if self.heads_first:
             return (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         return (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+
+    def blocks_in(self, nbytes: int) -> int:
+        """Whole blocks in so many bytes; the last needs no padding behind it."""
+        return blocks_in(nbytes, self.block_stride_bytes, self.block_bytes)
+
+
+def blocks_in(nbytes: int, stride_bytes: int, block_bytes: int) -> int:
+    """Whole blocks of block_bytes, stride_bytes (> 0) apart, in so many bytes."""
+    return max(0, (nbytes - block_bytes) // stride_bytes + 1)
 
 
 class ElementStrides(NamedTuple):
@@ -190,6 +212,7 @@ class ElementStrides(NamedTuple):
 
 def paged_strides(num_kv_heads: int, head_dim: int, block_size: int) -> ElementStrides:
     """Strides of a pool ``[block, block_size, num_kv_heads, head_dim]``."""
+    num_kv_heads, head_dim, block_size = _checked_sizes(num_kv_heads, head_dim, block_size)
     return ElementStrides(block_size * num_kv_heads * head_dim, num_kv_heads * head_dim, head_dim)
 
 
@@ -198,10 +221,25 @@ def scratch_strides(num_kv_heads: int, head_dim: int, block_size: int) -> Elemen
 
     Its V begins ``num_kv_heads * block_size * head_dim`` elements after its K.
     """
+    num_kv_heads, head_dim, block_size = _checked_sizes(num_kv_heads, head_dim, block_size)
     return ElementStrides(2 * num_kv_heads * block_size * head_dim, head_dim, block_size * head_dim)
 
 
-def _check_size(name: str, value: int, *, minimum: int = 1, multiple: int = 1) -> None:
+def _checked_sizes(num_kv_heads: int, head_dim: int, block_size: int) -> tuple[int, int, int]:
+    return (
+        checked_size("num_kv_heads", num_kv_heads),
+        checked_size("head_dim", head_dim),
+        checked_size("block_size", block_size),
+    )
+
+
+def checked_size(name: str, value: int, *, minimum: int = 1, multiple: int = 1) -> int:
+    """A size as an int.
+
+    Raises:
+        ArgumentTypeError: no integer.
+        ArgumentValueError: below the minimum, or no multiple; the message names it.
+    """
     try:
         size = operator.index(value)
     except TypeError:
@@ -212,3 +250,4 @@ def _check_size(name: str, value: int, *, minimum: int = 1, multiple: int = 1) -
         rule = f"a multiple of {multiple}, " if multiple > 1 else ""
         least = -(-minimum // multiple) * multiple
         raise ArgumentValueError(f"{name}: got {size}, allowed is {rule}{least} or more")
+    return size

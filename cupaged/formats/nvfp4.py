@@ -27,7 +27,7 @@ def encode_e2m1(values: npt.ArrayLike) -> npt.NDArray[np.uint8]:
     """
     wide = as_float32("values", values)
     if np.isnan(wide).any():
-        raise ArgumentValueError("values holds a NaN; E2M1 has no code for it, only numbers are allowed")
+        raise ArgumentValueError("values: got a NaN, for which E2M1 has no code; allowed are numbers")
     bounded: npt.NDArray[np.float32] = np.clip(wide, -E2M1_MAX, E2M1_MAX)
     return bounded.astype(_E2M1).view(np.uint8)
 
@@ -41,7 +41,7 @@ def decode_e2m1(codes: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """
     array = _as_uint8("codes", codes)
     if array.size and int(array.max()) > 15:
-        raise ArgumentValueError(f"codes holds {int(array.max())}; allowed are 0 to 15")
+        raise ArgumentValueError(f"codes: got {int(array.max())}, allowed are 0 to 15")
     values: npt.NDArray[np.float32] = array.view(_E2M1).astype(np.float32)
     return values
 
@@ -80,7 +80,7 @@ def quantize_nvfp4(values: npt.ArrayLike) -> tuple[npt.NDArray[np.uint8], npt.ND
     wide = as_float32("values", values)
     head_dim = wide.shape[-1] if wide.ndim else 0
     if head_dim == 0 or head_dim % NVFP4_GROUP:
-        raise ArgumentValueError(f"head_dim is {head_dim}; for nvfp4 it must be a positive multiple of 16")
+        raise ArgumentValueError(f"head_dim: got {head_dim}, allowed for nvfp4 are positive multiples of 16")
     groups = wide.reshape(*wide.shape[:-1], head_dim // NVFP4_GROUP, NVFP4_GROUP)
     absmax = np.abs(groups).max(axis=-1)  # [..., head_dim / 16]; a NaN anywhere in the group wins
     with np.errstate(under="ignore", invalid="ignore"):
@@ -109,8 +109,8 @@ def dequantize_nvfp4(packed: npt.ArrayLike, scales: npt.ArrayLike) -> npt.NDArra
     expected = (*codes.shape[:-1], codes.shape[-1] // NVFP4_GROUP)
     if codes.shape[-1] % NVFP4_GROUP or scale_bytes.shape != expected:
         raise ArgumentValueError(
-            f"scales has shape {scale_bytes.shape}; for {codes.shape[-1]} values a row it must be {expected} "
-            "and the values a multiple of 16"
+            f"scales: got shape {scale_bytes.shape}, allowed for {codes.shape[-1]} values a row, which must "
+            f"be a multiple of 16, is {expected}"
         )
     groups = decode_e2m1(codes).reshape(*expected, NVFP4_GROUP)
     return (groups * decode_e4m3(scale_bytes)[..., None]).reshape(codes.shape)
@@ -119,5 +119,5 @@ def dequantize_nvfp4(packed: npt.ArrayLike, scales: npt.ArrayLike) -> npt.NDArra
 def _as_uint8(name: str, array: npt.ArrayLike) -> npt.NDArray[np.uint8]:
     result = np.asarray(array)
     if result.dtype != np.uint8:
-        raise ArgumentTypeError(f"{name} has dtype {result.dtype}; only uint8 is allowed")
+        raise ArgumentTypeError(f"{name}: got dtype {result.dtype}, allowed is uint8")
     return result

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats.bf16 import as_float32, decode_bf16, encode_bf16
 from cupaged.formats.fp8 import checked_scale, checked_scales, decode_e4m3, encode_e4m3
-from cupaged.formats.layout import BF16, FP8, NVFP4, CacheLayout
+from cupaged.formats.layout import BF16, FP8, NVFP4, CacheLayout, checked_size
 from cupaged.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 
 # dtype of the bit patterns of each format, and the dtypes that a pool of it may have
@@ -40,11 +40,11 @@ def pool_num_blocks(pool: npt.NDArray[Any], layout: CacheLayout) -> int:
     allowed = [_BITS[layout.format.name], _ALIASES.get(layout.format.name)]
     if not isinstance(pool, np.ndarray) or pool.dtype not in allowed:
         names = " and ".join(str(dtype) for dtype in allowed if dtype is not None)
-        found = getattr(pool, "dtype", type(pool).__name__)
-        raise ArgumentTypeError(f"pool has dtype {found}; allowed for {layout.format.name} are {names}")
+        found = f"dtype {pool.dtype}" if isinstance(pool, np.ndarray) else type(pool).__name__
+        raise ArgumentTypeError(f"pool: got {found}, allowed for {layout.format.name} are {names}")
     if not pool.flags.c_contiguous:
-        raise ArgumentValueError(f"pool has strides {pool.strides} bytes; only C-contiguous is allowed")
-    return max(0, (pool.nbytes + layout.block_stride_bytes - layout.block_bytes) // layout.block_stride_bytes)
+        raise ArgumentValueError(f"pool: got strides {pool.strides} (bytes), allowed is C order")
+    return layout.blocks_in(pool.nbytes)
 
 
 def block_sections(pool: npt.NDArray[Any], layout: CacheLayout) -> tuple[npt.NDArray[Any], ...]:
@@ -122,7 +122,7 @@ def write_tokens(
     expected = (slots.size, layout.num_kv_heads, layout.head_dim)
     if array.shape != expected:
         raise ArgumentValueError(
-            f"values has shape {array.shape}; [num_tokens, num_kv_heads, head_dim] must be {expected}"
+            f"values: got shape {array.shape}, allowed is [num_tokens, num_kv_heads, head_dim], {expected}"
         )
     capacity = sections[0].shape[0] * layout.block_size
     live = (slots >= 0) & (slots < capacity)
@@ -158,8 +158,7 @@ def gather_tokens(
     """
     sections = block_sections(pool, layout)
     table = _integers("block_table", block_table, ndim=1)
-    if seq_len < 0:
-        raise ArgumentValueError(f"seq_len is {seq_len}; it must be at least 0")
+    seq_len = checked_size("seq_len", seq_len, minimum=0)
     columns, offsets = np.divmod(np.arange(seq_len, dtype=np.int64), layout.block_size)
     blocks = np.full(seq_len, -1, np.int64)
     in_table = columns < table.size
@@ -205,7 +204,7 @@ def _head_scales(layout: CacheLayout, scale: object) -> object:
         return scale
     if scale.shape != (layout.num_kv_heads,):
         raise ArgumentValueError(
-            f"scale has shape {scale.shape}; allowed are () and ({layout.num_kv_heads},)"
+            f"scale: got shape {scale.shape}, allowed are () and ({layout.num_kv_heads},)"
         )
     return scale[:, None]
 
@@ -218,7 +217,7 @@ def _require_nvfp4(layout: CacheLayout) -> None:
 def _require_unit_scale(layout: CacheLayout, scale: object) -> None:
     if checked_scale("scale", scale) != 1.0:
         raise ArgumentValueError(
-            f"scale is {scale!r}; {layout.format.name} has no pool scale, only 1 is allowed"
+            f"scale: got {scale!r}, allowed is 1: {layout.format.name} has no pool scale"
         )
 
 
@@ -227,7 +226,7 @@ def _integers(name: str, array: npt.ArrayLike, *, ndim: int) -> npt.NDArray[np.i
     if result.size == 0:
         result = result.astype(np.int64)
     if result.dtype.kind not in "iu" or result.dtype == np.uint64:
-        raise ArgumentTypeError(f"{name} has dtype {result.dtype}; allowed are integers up to int64")
+        raise ArgumentTypeError(f"{name}: got dtype {result.dtype}, allowed are integers up to int64")
     if result.ndim != ndim:
-        raise ArgumentValueError(f"{name} has {result.ndim} dimensions; it must have {ndim}")
+        raise ArgumentValueError(f"{name}: got {result.ndim} dimensions, allowed are {ndim}")
     return result.astype(np.int64)

@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import CacheLayout
+from cupaged.formats.layout import checked_size
 from cupaged.interop import named_array, stream_memory
 from cupaged.kv.layouts import checked_layouts
-from cupaged.kv.moves import BlockPools, copy_blocks
-from cupaged.kv.pools import Pool, pool_of
+from cupaged.kv.moves import BlockPools, copy_blocks, host_pools
+from cupaged.kv.pools import Pool, check_blocks_apart, pool_of
 from cupaged.kv.scales import check_given, scale_of
 from cupaged.kv.sources import block_ids_of, check_token_shape, num_tokens_of, token_stride
 from cupaged.kv.spans import check_apart, span_of
@@ -106,7 +107,8 @@ class KVCache:
                 stream where None.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: a pool that is not what the layout says.
+            ArgumentValueError, ArgumentTypeError: a pool that is not what the layout says, or two whose
+                blocks share memory.
         """
         layouts = _checked(layout, value_layout, k_scale, v_scale)
         stream = gpu.null_stream() if stream is None else stream
@@ -118,6 +120,7 @@ class KVCache:
             raise ArgumentValueError(
                 f"k_pool, v_pool: got {k.num_blocks} and {v.num_blocks} blocks; give num_blocks"
             )
+        check_blocks_apart(k, v, *layouts)
         cache = cls.__new__(cls)
         cache._take(gpu, layouts, k, v, k_scale, v_scale)
         return cache
@@ -298,6 +301,8 @@ class KVCache:
         ids = block_ids_of(self.gpu, block_ids, stream)
         out_k = self._output("out_k", out_k, shape, dtype, stream)
         out_v = self._output("out_v", out_v, shape, dtype, stream)
+        for tensor, output in ((self._k, out_k), (self._v, out_v)):
+            tensor.check_output(self.gpu, output)
         self._check_apart(out_k, out_v)
         self._k.gather(self.gpu, ids, out_k, seq_len, stream)
         self._v.gather(self.gpu, ids, out_v, seq_len, stream)
@@ -322,16 +327,18 @@ class KVCache:
     def host_blocks(self, num_blocks: int) -> HostBlocks:
         """Pinned memory of the host for so many blocks of this cache, for `swap_out` and `swap_in`."""
         return HostBlocks.allocate(
-            self.gpu, self.layout, self.value_layout, as_integer("num_blocks", num_blocks)
+            self.gpu, self.layout, self.value_layout, checked_size("num_blocks", num_blocks, minimum=0)
         )
 
     def swap_out(self, pairs: Any, host: HostBlocks, *, stream: Any) -> None:
         """Copy blocks to the host: pairs of (block of the cache, block of `host`), as in `copy_blocks`."""
-        copy_blocks(self.gpu, self._block_pools(), _host_pools(host), pairs, stream)
+        own = self._block_pools()
+        copy_blocks(self.gpu, own, host_pools(host, own), pairs, stream)
 
     def swap_in(self, pairs: Any, host: HostBlocks, *, stream: Any) -> None:
         """Copy blocks back: pairs of (block of `host`, block of the cache), as in `copy_blocks`."""
-        copy_blocks(self.gpu, _host_pools(host), self._block_pools(), pairs, stream)
+        own = self._block_pools()
+        copy_blocks(self.gpu, host_pools(host, own), own, pairs, stream)
 
     def _block_pools(self) -> BlockPools:
         return BlockPools(self.k_cache, self.v_cache, self.layout, self.value_layout, self.num_blocks)
@@ -340,8 +347,7 @@ class KVCache:
         self, name: str, given: Any, shape: tuple[int, ...], dtype: npt.DTypeLike, stream: Any
     ) -> Any:
         if given is None:
-            if np.dtype(dtype).name not in ("float32", "bfloat16"):
-                raise ArgumentTypeError(f"dtype: got {np.dtype(dtype)}, allowed are float32 and bfloat16")
+            _check_output_dtype(dtype)
             with stream_memory(self.gpu, stream):
                 return self.gpu.empty(shape, dtype)
         array = named_array(self.gpu, name, given, stream, writable=True)
@@ -363,6 +369,15 @@ class KVCache:
                 check_apart(name, out, pool_name, span_of(self.gpu, pool))
 
 
+def _check_output_dtype(dtype: npt.DTypeLike) -> None:
+    try:
+        found: Any = np.dtype(dtype)
+    except TypeError:
+        found = dtype
+    if getattr(found, "name", None) not in ("float32", "bfloat16"):
+        raise ArgumentTypeError(f"dtype: got {found}, allowed are float32 and bfloat16")
+
+
 def _one_scale(tensor: CacheTensor) -> float | None:
     scale = tensor.scale
     return None if scale is None or scale.heads is not None else scale.tensor
@@ -376,9 +391,3 @@ def _checked(
     for name, each, scale in zip(("k_scale", "v_scale"), layouts, (k_scale, v_scale), strict=True):
         check_given(each, name, scale)
     return layouts
-
-
-def _host_pools(host: HostBlocks) -> BlockPools:
-    if not isinstance(host, HostBlocks):
-        raise ArgumentTypeError(f"host: got {type(host).__name__}, allowed is what `host_blocks` returns")
-    return BlockPools(*host.pointers(), host.layout, host.value_layout, host.num_blocks)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.formats import CacheLayout
+from cupaged.formats import CacheFormat, CacheLayout
 from cupaged.interop import named_array, to_device
-from cupaged.kv.kernels import kernel_of
 from cupaged.kv.sources import host_integers
+from cupaged.kv.swap import HostBlocks
+from cupaged.ops._kernels import kernel_of
 from cupaged.ops.blocks import copy_cache_blocks
 from cupaged.pointers import DevicePtr
 
@@ -25,6 +26,42 @@ class BlockPools:
     k_layout: CacheLayout
     v_layout: CacheLayout
     num_blocks: int
+
+
+_ALIKE = ("format", "num_kv_heads", "head_dim", "block_size", "heads_first")  # blocks apart, they may differ
+
+
+def _check_alike(name: str, given: BlockPools, own: BlockPools) -> None:
+    """Raise ArgumentValueError unless blocks of both hold the same rows in the same order.
+
+    Args:
+        name: of the argument that has the pools given.
+        given: the caller's.
+        own: those of the cache.
+    """
+    for side, theirs, ours in (
+        ("K", given.k_layout, own.k_layout),
+        ("V", given.v_layout, own.v_layout),
+    ):
+        for field in _ALIKE:
+            got, allowed = (_shown(getattr(layout, field)) for layout in (theirs, ours))
+            if got != allowed:
+                raise ArgumentValueError(
+                    f"{name}: got {side} blocks of {field} {got}, allowed is the cache's, {allowed}"
+                )
+
+
+def _shown(value: Any) -> Any:
+    return value.name if isinstance(value, CacheFormat) else value
+
+
+def host_pools(host: HostBlocks, own: BlockPools) -> BlockPools:
+    """Those of the host, whose blocks are as the cache's."""
+    if not isinstance(host, HostBlocks):
+        raise ArgumentTypeError(f"host: got {type(host).__name__}, allowed is what `host_blocks` returns")
+    pools = BlockPools(*host.pointers(), host.layout, host.value_layout, host.num_blocks)
+    _check_alike("host", pools, own)
+    return pools
 
 
 def copy_blocks(gpu: Any, source: BlockPools, target: BlockPools, pairs: Any, stream: Any) -> None:

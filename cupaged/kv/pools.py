@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.errors import ArgumentTypeError, ArgumentValueError
+from cupaged.errors import ArgumentError, ArgumentTypeError, ArgumentValueError
 from cupaged.formats import CacheLayout
 from cupaged.launch import as_integer
+from cupaged.ops._runs import Run, meet
 from cupaged.pointers import DevicePtr
 from cupaged.registry import DTYPES, dtype_names
+
+_MOST_AXES = 4  # of a pool: blocks, tokens, heads, values
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def pool_of(gpu: Any, name: str, array: Any, layout: CacheLayout, num_blocks: in
         ArgumentTypeError: a dtype of another format.
         ArgumentValueError: shape, strides or alignment that the layout does not have, or too small a pool.
     """
-    address = gpu.pointer(array) if not isinstance(array, int) else array
+    address = _address_of(gpu, name, array)
     held = _held_blocks(name, array, layout)
     if num_blocks is None and held is None:
         raise ArgumentValueError(f"num_blocks: got None, but nothing tells how many blocks {name} has")
@@ -58,25 +61,57 @@ def pool_of(gpu: Any, name: str, array: Any, layout: CacheLayout, num_blocks: in
     return Pool(array, DevicePtr(address, nbytes), count)
 
 
+def _address_of(gpu: Any, name: str, array: Any) -> int:
+    if isinstance(array, int):
+        return array
+    try:
+        return int(gpu.pointer(array))
+    except ArgumentError as error:
+        error.rename({"pointer": name})
+        raise
+
+
+def check_blocks_apart(k: Pool, v: Pool, layout: CacheLayout, value_layout: CacheLayout) -> None:
+    """Raise ArgumentValueError where a block of K shares memory with one of V.
+
+    Blocks of the two may lie between each other, and so may their sections.
+    """
+    if meet(_sections(k, layout), _sections(v, value_layout)):
+        places = (f"{pool.pointer.address:#x}, {pool.pointer.nbytes} bytes" for pool in (k, v))
+        raise ArgumentValueError(
+            f"k_pool, v_pool: got {' and '.join(places)}, whose blocks share memory; allowed are two pools, "
+            "or one in which K and V lie in turns"
+        )
+
+
+def _sections(pool: Pool, layout: CacheLayout) -> tuple[Run, ...]:
+    rows = layout.block_size * layout.num_kv_heads
+    fmt, begin = layout.format, pool.pointer.address
+    blocks = (pool.num_blocks, layout.block_stride_bytes)
+    return (
+        Run(begin, rows * fmt.data_bytes(layout.head_dim), *blocks),
+        Run(begin + layout.data_section_bytes, rows * fmt.scale_bytes(layout.head_dim), *blocks),
+    )
+
+
 def _held_blocks(name: str, array: Any, layout: CacheLayout) -> int | None:
     """Blocks of an array or a sized pointer; None for a bare address."""
-    stride, block = layout.block_stride_bytes, layout.block_bytes
     shape = None if isinstance(array, (int, np.generic)) else getattr(array, "shape", None)
     if shape is None:
         nbytes = getattr(array, "nbytes", None) if isinstance(array, DevicePtr) else None
-        return None if nbytes is None else max(0, (nbytes - block) // stride + 1)
+        return None if nbytes is None else layout.blocks_in(nbytes)
     _check_dtype(name, array, layout)
     steps = _strides(array)
     if len(shape) == 1:
         if shape[0] and steps[0] != array.dtype.itemsize:
             raise ArgumentValueError(f"{name}: got strides {steps} (bytes), a flat pool has no gaps")
-        return int(max(0, (shape[0] * array.dtype.itemsize - block) // stride + 1))
+        return layout.blocks_in(int(shape[0]) * array.dtype.itemsize)
     _check_block_shape(name, tuple(shape), array.dtype.itemsize, layout)
     if shape[0]:  # where there are no blocks, strides may be anything
         _check_contiguous(name, tuple(shape), steps, array.dtype.itemsize)
-    if shape[0] > 1 and steps[0] != stride:
+    if shape[0] > 1 and steps[0] != layout.block_stride_bytes:
         raise ArgumentValueError(
-            f"{name}: got {steps[0]} bytes between blocks, but the layout says {stride}; "
+            f"{name}: got {steps[0]} bytes between blocks, but the layout says {layout.block_stride_bytes}; "
             "CacheLayout(..., block_stride_override=) is for pools whose blocks are further apart"
         )
     return int(shape[0])
@@ -96,10 +131,16 @@ def _check_block_shape(name: str, shape: tuple[int, ...], itemsize: int, layout:
         block = (layout.num_kv_heads, layout.block_size, layout.head_dim)
     if not layout.format.has_scale_section and len(shape) == 4 and shape[1:] != block:
         raise ArgumentValueError(f"{name}: got shape {shape}, the layout says [num_blocks, {block}]")
-    if math.prod(shape[1:]) * itemsize < layout.block_bytes:
+    size = math.prod(shape[1:]) * itemsize
+    if len(shape) > _MOST_AXES or (len(shape) > 2 and size >= 2 * layout.block_bytes):
         raise ArgumentValueError(
-            f"{name}: got shape {shape}, whose blocks have {math.prod(shape[1:]) * itemsize} bytes; the "
-            f"layout says {layout.block_bytes}"
+            f"{name}: got shape {shape}, which has more axes than blocks of {block}; of one array with both "
+            "pools, pass pool[0] and pool[1] where it is [2, num_blocks, ...], and the whole to "
+            "KVCache.wrap_interleaved where it is [num_blocks, 2, ...]"
+        )
+    if size < layout.block_bytes:
+        raise ArgumentValueError(
+            f"{name}: got shape {shape}, whose blocks have {size} bytes; the layout says {layout.block_bytes}"
         )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -16,14 +17,16 @@ import numpy as np
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import checked_scale
 from cupaged.handle import KernelHandle
-from cupaged.interop import PLAIN_TYPES, backend_array
+from cupaged.interop import PLAIN_TYPES, backend_arrays
 from cupaged.launch import as_integer
 from cupaged.ops._warm import WarmCalls
-from cupaged.registry import MAX_GRID_YZ
+from cupaged.pointers import DevicePtr
+from cupaged.registry import DTYPES, MAX_GRID_YZ, dtype_names
 
 __all__ = [
     "UNLIMITED_BLOCKS",
     "UNLIMITED_SLOTS",
+    "check_each",
     "check_fp8_scales",
     "check_heads",
     "check_kernel",
@@ -37,6 +40,7 @@ __all__ = [
     "check_size",
     "check_splits",
     "check_stride",
+    "item_bytes",
     "launcher",
     "remembered",
     "takes_arrays",
@@ -55,6 +59,21 @@ _Result = TypeVar("_Result")
 _MAX_REMEMBERED = 4096  # results of one function, each a few hundred bytes
 
 
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Parameter name -> what it is annotated with, whether that stands in the source as text or not."""
+    # Backends are imported for type checkers alone.
+    hints = typing.get_type_hints(function, localns={"GpuBackend": object})
+    return {name: hints[name] for name in inspect.signature(function).parameters}
+
+
+def _members(hint: Any) -> frozenset[Any]:
+    """The types of a union; a type by itself is one. A default of None may have joined them."""
+    return frozenset(typing.get_args(hint)) or frozenset({hint})
+
+
+_INTEGER, _OPTIONAL_INTEGER = frozenset({int}), frozenset({int, type(None)})
+
+
 def remembered(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Keeps what a check of integers returned, so that the same ones again cost one look-up.
 
@@ -62,8 +81,8 @@ def remembered(function: Callable[_Parameters, _Result]) -> Callable[_Parameters
     them without a name (None stays, where the annotation allows it). Types are told apart (True is not 1),
     and errors are not kept. Positional arguments only.
     """
-    parameters = inspect.signature(function).parameters.values()
-    optional = [(p.name, p.annotation == "int | None") for p in parameters]
+    parameters = _parameters_of(function)
+    optional = [(name, _members(hint) == _OPTIONAL_INTEGER) for name, hint in parameters.items()]
 
     def converted(*given: Any) -> _Result:
         integers = [
@@ -89,14 +108,14 @@ def remembered(function: Callable[_Parameters, _Result]) -> Callable[_Parameters
 def launcher(function: Callable[_Parameters, None]) -> Callable[_Parameters, None]:
     """Makes a function the launcher of the kernel that has its name.
 
-    The convenient form. Launchers on the path of every decoded token do the same with `check_kernel` and
-    `remembered` sizes, which takes half the time. The handle given must be that kernel's. Parameters
-    annotated as int arrive as int: products of NumPy integers overflow, and what is no integer would fail in
-    them without a name.
+    The convenient form. The launchers of writes, and of decode in one pass or by splits, do the same with
+    `check_kernel` and `remembered` sizes, which takes half the time. The handle given must be that kernel's.
+    Parameters annotated as int arrive as int: products of NumPy integers overflow, and what is no integer
+    would fail in them without a name.
     """
-    signature = inspect.signature(function).parameters
-    integers = [(i, p.name) for i, p in enumerate(signature.values()) if p.annotation == "int"]
-    optional = [p.name for p in signature.values() if p.annotation == "int | None"]
+    kinds = {name: _members(hint) for name, hint in _parameters_of(function).items()}
+    integers = [(i, name) for i, (name, kind) in enumerate(kinds.items()) if kind == _INTEGER]
+    optional = [name for name, kind in kinds.items() if kind == _OPTIONAL_INTEGER]
 
     @functools.wraps(function)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
@@ -164,9 +183,11 @@ class _Arguments:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
-        parameters = list(inspect.signature(function).parameters.values())
-        self._names = [p.name for p in parameters]
-        self._pointers = [p.name for p in parameters if p.annotation == "Any" and p.name != "stream"]
+        parameters = _parameters_of(function)
+        self._names = list(parameters)
+        self._pointers = [
+            name for name, hint in parameters.items() if Any in _members(hint) and name != "stream"
+        ]
         stream_at = self._names.index("stream")
         self.needed = stream_at + 1
         self._by_position = self._names[: self.needed]
@@ -213,10 +234,7 @@ def _backend_arrays(pointers: dict[str, Any], given: dict[str, Any]) -> dict[str
     kernel = given.get("kernel")
     known = kernel.parameters if isinstance(kernel, KernelHandle) else ()
     written = {parameter.name for parameter in known if not parameter.const}
-    return {
-        name: backend_array(given["gpu"], name, value, given["stream"], writable=name in written)
-        for name, value in pointers.items()
-    }
+    return backend_arrays(given["gpu"], pointers, given["stream"], written)
 
 
 def check_kernel(kernel: object, entry: str) -> None:
@@ -250,12 +268,40 @@ def _is_array(value: Any) -> bool:
     return isinstance(getattr(value, "size", None), int)
 
 
-def check_size(name: str, value: Any, needed: int) -> None:
-    """An array holds at least that many elements."""
+def item_bytes(kernel: KernelHandle, name: str) -> int:
+    """Bytes of an element of what one of the kernel's own pointers holds."""
+    return np.dtype(DTYPES[kernel.known.holds[name]][-1]).itemsize if kernel.known else 1
+
+
+def _check_reach(name: str, pointer: Any, num_bytes: int) -> None:
+    """A pointer that knows its size, and is not null, reaches that far."""
+    if type(pointer) is not DevicePtr or pointer.nbytes is None or pointer.address == 0:
+        return
+    if pointer.nbytes < num_bytes:
+        raise ArgumentValueError(f"{name}: got {pointer.nbytes} bytes, needed are {num_bytes}")
+
+
+def check_size(name: str, value: Any, needed: int, element_bytes: int = 4) -> None:
+    """An array holds at least that many elements, or a sized pointer as many of element_bytes bytes."""
     if type(value) is int:
         return
+    _check_reach(name, value, needed * element_bytes)
     if _is_array(value) and value.size < needed:
         raise ArgumentValueError(f"{name}: got {value.size} elements, needed are {needed}")
+
+
+def check_each(name: str, value: Any, count: int) -> None:
+    """An array has shape ``[count]`` exactly, one number for each head; a sized pointer has room for them."""
+    check_size(name, value, count)
+    shape = getattr(value, "shape", None) if _is_array(value) else None
+    if shape is None:
+        return
+    if str(value.dtype) not in DTYPES["f32"]:
+        raise ArgumentTypeError(f"{name}: got dtype {value.dtype}, allowed: {dtype_names(DTYPES['f32'])}")
+    if tuple(shape) != (count,):
+        raise ArgumentValueError(
+            f"{name}: got shape {tuple(shape)}, allowed is ({count},), a number for each head"
+        )
 
 
 def check_shape(name: str, array: Any, tail: tuple[int, ...]) -> None:
@@ -268,7 +314,9 @@ def check_shape(name: str, array: Any, tail: tuple[int, ...]) -> None:
         )
 
 
-def check_row_stride(name: str, stride: int, row: int, count: int, array: Any, array_name: str) -> None:
+def check_row_stride(
+    name: str, stride: int, row: int, count: int, array: Any, array_name: str, element_bytes: int = 2
+) -> None:
     """Rows do not overlap, and an array's own stride agrees with the one given.
 
     A row may be one entry of the array's first axis or, in an array of two axes, several that lie together:
@@ -283,20 +331,23 @@ def check_row_stride(name: str, stride: int, row: int, count: int, array: Any, a
             raise ArgumentValueError(
                 f"{name}: got {stride}, but {array_name} has {own:g} elements between rows"
             )
-    check_rows(name, stride, row, count, array, array_name)
+    check_rows(name, stride, row, count, array, array_name, element_bytes)
 
 
-def check_rows(name: str, stride: int, row: int, count: int, array: Any, array_name: str) -> None:
-    """Rows do not overlap, and an array reaches to the end of the last one."""
+def check_rows(
+    name: str, stride: int, row: int, count: int, array: Any, array_name: str, element_bytes: int = 2
+) -> None:
+    """Rows do not overlap, and an array or a sized pointer reaches to the end of the last one."""
     if stride < row and count > 1:
         raise ArgumentValueError(f"{name}: got {stride}, a row has {row} elements")
+    needed = (count - 1) * stride + row if count > 0 and row > 0 else 0
+    _check_reach(array_name, array, needed * element_bytes)
     if not _is_array(array):
         return
     reach = array.size
     if reach and getattr(array, "strides", None):
         steps = zip(array.shape, array.strides, strict=True)
         reach = 1 + sum((length - 1) * abs(step) for length, step in steps) // array.dtype.itemsize
-    needed = (count - 1) * stride + row if count > 0 and row > 0 else 0
     if reach < needed:
         raise ArgumentValueError(f"{array_name}: reaches over {reach} elements, needed are {needed}")
 

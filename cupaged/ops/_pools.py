@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from cupaged.errors import ArgumentValueError
+from cupaged.formats.layout import blocks_in
 from cupaged.launch import as_integer
-from cupaged.ops._checks import check_num_blocks, check_shape, check_stride, remembered
+from cupaged.ops._checks import UNLIMITED_BLOCKS, check_num_blocks, check_shape, check_stride, remembered
 
-__all__ = ["Pools", "bf16_pools", "check_readable", "fp8_pools", "nvfp4_pools"]
+__all__ = ["Pools", "bf16_pools", "check_readable", "fp8_pools", "nvfp4_pools", "strided_pools"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,8 @@ class Pools:
     """How blocks lie in the K and in the V pool. Made by the functions below, which check the strides.
 
     Attributes:
-        stride_bytes: bytes between blocks.
-        block_bytes: bytes that a block uses.
+        stride_bytes: bytes between blocks; 0 where every id is the same block.
+        block_bytes: bytes from a block's begin to the end of what it uses.
         block_shape: shape of a block, which an array of four axes must have; None where a block has none.
     """
 
@@ -28,23 +29,37 @@ class Pools:
     block_bytes: int
     block_shape: tuple[int, int, int] | None
 
-    def blocks(self, num_blocks: int | None, k_cache: Any, v_cache: Any) -> int:
+    def blocks(
+        self,
+        num_blocks: int | None,
+        k_cache: Any,
+        v_cache: Any,
+        names: tuple[str, str] = ("k_cache", "v_cache"),
+    ) -> int:
         """Blocks that both pools hold, as a kernel takes them: the caller's figure, or all there is room for.
 
         Args:
             num_blocks: the caller's own figure, or None.
             k_cache: array or address of the K pool.
             v_cache: the same of the V pool.
+            names: what the launcher calls the two.
         """
         if type(k_cache) is type(v_cache) is int:
             return _given_blocks(num_blocks)
         return min(
-            self.blocks_of(num_blocks, "k_cache", k_cache), self.blocks_of(num_blocks, "v_cache", v_cache)
+            self.blocks_of(num_blocks, names[0], k_cache), self.blocks_of(num_blocks, names[1], v_cache)
         )
 
-    def readable_blocks(self, num_blocks: int | None, k_cache: Any, v_cache: Any, num_seqs: int) -> int:
+    def readable_blocks(
+        self,
+        num_blocks: int | None,
+        k_cache: Any,
+        v_cache: Any,
+        num_seqs: int,
+        names: tuple[str, str] = ("k_cache", "v_cache"),
+    ) -> int:
         """The same, of pools that num_seqs sequences read: `check_readable` where there are any."""
-        blocks = self.blocks(num_blocks, k_cache, v_cache)
+        blocks = self.blocks(num_blocks, k_cache, v_cache, names)
         if num_seqs:
             check_readable(blocks)
         return blocks
@@ -59,10 +74,15 @@ class Pools:
         nbytes = None if isinstance(cache, (int, np.generic)) else getattr(cache, "nbytes", None)
         if not isinstance(nbytes, int):
             return blocks
-        held = (nbytes - self.block_bytes) // self.stride_bytes + 1 if nbytes >= self.block_bytes else 0
+        held = self._held(nbytes)
         if num_blocks is not None and held < num_blocks:
             raise ArgumentValueError(f"num_blocks: got {num_blocks}, but {name} holds {held} blocks")
         return min(blocks, held)
+
+    def _held(self, nbytes: int) -> int:
+        if self.stride_bytes == 0:
+            return UNLIMITED_BLOCKS if nbytes >= self.block_bytes else 0
+        return blocks_in(nbytes, self.stride_bytes, self.block_bytes)
 
 
 def _given_blocks(num_blocks: int | None) -> int:
@@ -108,6 +128,21 @@ def nvfp4_pools(
     block_bytes = data_section_bytes + values // 16
     check_stride("block_stride_bytes", block_stride_bytes, block_bytes)
     return Pools(block_stride_bytes, block_bytes, None)
+
+
+@remembered
+def strided_pools(
+    itemsize: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    blk_stride: int,
+    tok_stride: int,
+    kvh_stride: int,
+) -> Pools:
+    """BF16 or FP8 pools of the streaming step, by strides in elements of itemsize bytes."""
+    last = (block_size - 1) * tok_stride + (num_kv_heads - 1) * kvh_stride
+    return Pools(itemsize * blk_stride, itemsize * (last + head_dim), None)
 
 
 def check_readable(blocks: int) -> None:

@@ -9,28 +9,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cupaged.handle import KernelHandle
-from cupaged.launch import KernelLaunch, as_integer
-from cupaged.ops._checks import check_kernel, check_rows, check_size, takes_arrays
+from cupaged.launch import KernelLaunch
+from cupaged.ops._checks import check_row_stride, check_size, launcher
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
 
 
-@takes_arrays
+@launcher
 def bf16_absmax(
     gpu: GpuBackend, kernel: KernelHandle, data: Any, out_max: Any, n_elems: int, stream: Any
 ) -> None:
     """Largest magnitude of n_elems contiguous BF16 values; no launch where there are none."""
-    check_kernel(kernel, "bf16_absmax")
-    n_elems = as_integer("n_elems", n_elems)
-    check_size("data", data, n_elems)
+    check_size("data", data, n_elems, 2)
     check_size("out_max", out_max, 1)
     if n_elems == 0:
         return
     (KernelLaunch(gpu, kernel).arg_ptr(data).arg_ptr(out_max).arg_u32(n_elems).launch(stream))
 
 
-@takes_arrays
+@launcher
 def bf16_absmax_rows(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -45,11 +43,7 @@ def bf16_absmax_rows(
 
     What lies between the rows is not read.
     """
-    check_kernel(kernel, "bf16_absmax_rows")
-    num_rows = as_integer("num_rows", num_rows)
-    row_elems = as_integer("row_elems", row_elems)
-    row_stride = as_integer("row_stride", row_stride)
-    check_rows("row_stride", row_stride, row_elems, num_rows, data, "data")
+    check_row_stride("row_stride", row_stride, row_elems, num_rows, data, "data")
     check_size("out_max", out_max, 1)
     if num_rows == 0 or row_elems == 0:
         return

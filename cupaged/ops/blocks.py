@@ -15,12 +15,15 @@ from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.ops._checks import (
     UNLIMITED_BLOCKS,
-    check_num_blocks,
+    check_each,
     check_positive,
     check_scale,
     check_size,
+    item_bytes,
     launcher,
 )
+from cupaged.ops._pools import Pools, check_readable
+from cupaged.ops.states import check_element_strides
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
@@ -29,15 +32,49 @@ if TYPE_CHECKING:
 FORMAT_NUMBERS = {fmt.name: number for number, fmt in enumerate(FORMATS)}
 
 
-def _check_bytes(name: str, pool: Any, *axes: tuple[int, int]) -> None:
-    """An array or sized pointer reaches to the end of its last block; axes: (length, stride in bytes)."""
+def _check_bytes(name: str, pool: Any, blocks: int, stride_bytes: int, block_bytes: int) -> None:
+    """An array or sized pointer reaches to the end of its last block."""
     nbytes = None if isinstance(pool, (int, np.generic)) else getattr(pool, "nbytes", None)
-    if not isinstance(nbytes, int) or axes[0][0] == 0:
+    if not isinstance(nbytes, int) or blocks == 0:
         return
-    *outer, (_, last) = axes
-    needed = sum((length - 1) * stride for length, stride in outer) + last
+    needed = (blocks - 1) * stride_bytes + block_bytes
     if nbytes < needed:
         raise ArgumentValueError(f"{name}: got {nbytes} bytes, needed are {needed}")
+
+
+def block_end(data_bytes: int, scale_bytes: int, section_bytes: int) -> int:
+    """Bytes from a block's begin to the end of its last section."""
+    return max(data_bytes, section_bytes + scale_bytes) if scale_bytes else data_bytes
+
+
+def gather_pool(
+    cache_format: int,
+    sizes: tuple[int, int, int],
+    block_stride_bytes: int,
+    strides: tuple[int, int],
+    scale_strides: tuple[int, int],
+    data_section_bytes: int,
+) -> Pools:
+    """The pool of a gather.
+
+    Args:
+        cache_format: one of `FORMAT_NUMBERS`.
+        sizes: block_size, num_kv_heads and head_dim.
+        block_stride_bytes: between blocks.
+        strides: of the data section, in bytes: between tokens and between heads.
+        scale_strides: of the scale section.
+        data_section_bytes: from a block's begin to its scale section.
+    """
+    block_size, num_kv_heads, head_dim = sizes
+    fmt = FORMATS[cache_format]
+
+    def reach(steps: tuple[int, int], row: int) -> int:
+        return (block_size - 1) * steps[0] + (num_kv_heads - 1) * steps[1] + row
+
+    scale_row = fmt.scale_bytes(head_dim)
+    scales = reach(scale_strides, scale_row) if scale_row else 0
+    end = block_end(reach(strides, fmt.data_bytes(head_dim)), scales, data_section_bytes)
+    return Pools(block_stride_bytes, end, None)
 
 
 def _check_blocks(name: str, blocks: int) -> int:
@@ -73,21 +110,34 @@ def _gather(
         allowed = ", ".join(f"{number} ({name})" for name, number in FORMAT_NUMBERS.items())
         raise ArgumentValueError(f"cache_format: got {cache_format}, allowed are {allowed}")
     scale = check_scale("scale", scale)
-    blocks = check_num_blocks(num_blocks)
+    check_element_strides(
+        block_stride_bytes=block_stride_bytes,
+        token_stride_bytes=token_stride_bytes,
+        head_stride_bytes=head_stride_bytes,
+        data_section_bytes=data_section_bytes,
+        scale_token_stride_bytes=scale_token_stride_bytes,
+        scale_head_stride_bytes=scale_head_stride_bytes,
+    )
+    strides, scale_strides = (
+        (token_stride_bytes, head_stride_bytes),
+        (scale_token_stride_bytes, scale_head_stride_bytes),
+    )
+    pools = gather_pool(
+        cache_format,
+        (block_size, num_kv_heads, head_dim),
+        block_stride_bytes,
+        strides,
+        scale_strides,
+        data_section_bytes,
+    )
+    blocks = pools.blocks_of(num_blocks, "pool", pool)
     if seq_len == 0:
         return
+    if num_blocks is None:
+        check_readable(blocks)
     check_size("block_ids", block_ids, -(-seq_len // block_size))
-    check_size("scales", scales, num_kv_heads)
-    check_size("output", output, seq_len * num_kv_heads * head_dim)
-    block_strides = (1 if num_blocks is None else blocks, block_stride_bytes)
-    _check_bytes(
-        "pool",
-        pool,
-        block_strides,
-        (block_size, token_stride_bytes),
-        (num_kv_heads, head_stride_bytes),
-        (1, FORMATS[cache_format].data_bytes(head_dim)),
-    )
+    check_each("scales", scales, num_kv_heads)
+    check_size("output", output, seq_len * num_kv_heads * head_dim, item_bytes(kernel, "output"))
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(pool)
@@ -137,8 +187,8 @@ def gather_tokens_f32(
 ) -> None:
     """Dequantised tokens of one sequence as F32 ``[seq_len, num_kv_heads, head_dim]``.
 
-    block_ids int32 ``[ceil(seq_len / block_size)]``; a token whose block is outside the num_blocks of the
-    pool (a negative one always is) reads NaN.
+    block_ids int32 ``[ceil(seq_len / block_size)]``; with num_blocks given (or the pool given as an array), a
+    token whose block is outside the pool reads NaN, and one whose block is negative always does.
     cache_format is one of `FORMAT_NUMBERS`. Stored values are multiplied by scales F32 ``[num_kv_heads]``, or
     by scale where scales is 0. The last two strides are those of the scale section, which begins
     data_section_bytes into a block (NVFP4; other formats do not look at the three).
@@ -258,10 +308,12 @@ def copy_cache_blocks(
     if num_pairs == 0:
         return
     check_size("pairs", pairs, 2 * num_pairs)
+    source_end = block_end(data_bytes, scale_bytes, source_section_bytes)
     for name, pool in (("k_source", k_source), ("v_source", v_source)):
-        _check_bytes(name, pool, (source_blocks, source_stride_bytes), (1, data_bytes))
+        _check_bytes(name, pool, source_blocks, source_stride_bytes, source_end)
+    target_end = block_end(data_bytes, scale_bytes, target_section_bytes)
     for name, pool in (("k_target", k_target), ("v_target", v_target)):
-        _check_bytes(name, pool, (target_blocks, target_stride_bytes), (1, data_bytes))
+        _check_bytes(name, pool, target_blocks, target_stride_bytes, target_end)
     (
         KernelLaunch(gpu, kernel)
         .arg_ptr(k_source)

@@ -4,7 +4,8 @@ All of them: key and value BF16 ``[num_tokens, num_kv_heads, head_dim]`` with ke
 elements between tokens; slot_mapping int64 ``[num_tokens]``, slot = block * block_size + offset. A negative
 slot is skipped; with num_blocks given (or a pool given as an array) a slot beyond the pool is dropped. With
 heads_first a block's rows are in the order ``[num_kv_heads, block_size]`` instead of
-``[block_size, num_kv_heads]``. Where key or value is 0, that pool is not written.
+``[block_size, num_kv_heads]``. Where key or value is 0, that pool is not written;
+both are 0 only where there are no tokens.
 Sources: ``kernels/reshape_and_cache_*.cu``.
 """
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cupaged.errors import ArgumentTypeError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.ops._checks import (
     UNLIMITED_BLOCKS,
     UNLIMITED_SLOTS,
+    check_each,
     check_kernel,
     check_positive,
     check_row_stride,
@@ -29,6 +31,7 @@ from cupaged.ops._checks import (
     takes_arrays,
 )
 from cupaged.ops._pools import bf16_pools, fp8_pools, nvfp4_pools
+from cupaged.pointers import is_null
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
@@ -45,12 +48,16 @@ class _Tokens:
     row: int
 
     def check(self, key: Any, value: Any, slot_mapping: Any) -> None:
-        """The arrays hold what the sizes say."""
+        """The arrays hold what the sizes say, and there is something to write where there are tokens."""
+        if self.num_tokens and is_null(key) and is_null(value):
+            raise ArgumentValueError(
+                f"key, value: got two null pointers (address 0) for {self.num_tokens} tokens, allowed is one"
+            )
         if type(key) is type(value) is type(slot_mapping) is int:
             return
         check_row_stride("key_stride", self.key_stride, self.row, self.num_tokens, key, "key")
         check_row_stride("value_stride", self.value_stride, self.row, self.num_tokens, value, "value")
-        check_size("slot_mapping", slot_mapping, self.num_tokens)
+        check_size("slot_mapping", slot_mapping, self.num_tokens, 8)
 
     def num_slots(self, blocks: int) -> int:
         """Slots of a pool of so many blocks."""
@@ -70,8 +77,8 @@ def _tokens(
 
 def _check_head_scales(k_scales: Any, v_scales: Any, num_kv_heads: int) -> None:
     if k_scales is not None or v_scales is not None:
-        check_size("k_scales", k_scales, num_kv_heads)
-        check_size("v_scales", v_scales, num_kv_heads)
+        check_each("k_scales", k_scales, num_kv_heads)
+        check_each("v_scales", v_scales, num_kv_heads)
 
 
 def _flag(name: str, value: bool) -> int:

@@ -58,7 +58,7 @@ def paged_decode_attn_bf16(
         max_blocks_per_seq, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size, q_stride
     )
     batch.check(q, block_tables, seq_lens, inv_sqrt_d)
-    check_size("output", output, batch.outputs)
+    check_size("output", output, batch.outputs, 2)
     pools = bf16_pools(block_size, num_kv_heads, head_dim)
     blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
     if num_seqs == 0:
@@ -124,7 +124,7 @@ def paged_decode_attn_fp8(
         max_blocks_per_seq, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size, q_stride
     )
     batch.check(q, block_tables, seq_lens, inv_sqrt_d)
-    check_size("output", output, batch.outputs)
+    check_size("output", output, batch.outputs, 2)
     k_scale, v_scale = check_fp8_scales(inv_sqrt_d, k_scale, v_scale)
     pools = fp8_pools(block_size, num_kv_heads, head_dim, cache_stride)
     blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
@@ -191,7 +191,7 @@ def paged_decode_attn_nvfp4(
         max_blocks_per_seq, num_seqs, num_q_heads, num_kv_heads, head_dim, block_size, q_stride
     )
     batch.check(q, block_tables, seq_lens, inv_sqrt_d)
-    check_size("output", output, batch.outputs)
+    check_size("output", output, batch.outputs, 2)
     pools = nvfp4_pools(block_size, num_kv_heads, head_dim, block_stride_bytes, data_section_bytes)
     blocks = pools.readable_blocks(num_blocks, k_cache, v_cache, num_seqs)
     if num_seqs == 0:

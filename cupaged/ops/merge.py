@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
-from cupaged.ops._checks import check_positive, check_row_stride, check_size, launcher
+from cupaged.ops._checks import check_positive, check_row_stride, check_size, item_bytes, launcher
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
@@ -33,9 +33,11 @@ def _merge(
     stream: Any,
 ) -> None:
     check_positive(num_parts=num_parts, head_dim=head_dim)
-    check_row_stride("part_stride", part_stride, num_rows * head_dim, num_parts, outputs, "outputs")
-    check_row_stride("lse_stride", lse_stride, num_rows, num_parts, lses, "lses")
-    check_size("out", out, num_rows * head_dim)
+    row = num_rows * head_dim
+    in_bytes, out_bytes = item_bytes(kernel, "outputs"), item_bytes(kernel, "out")
+    check_row_stride("part_stride", part_stride, row, num_parts, outputs, "outputs", in_bytes)
+    check_row_stride("lse_stride", lse_stride, num_rows, num_parts, lses, "lses", 4)
+    check_size("out", out, row, out_bytes)
     check_size("out_lse", out_lse, num_rows)
     if num_rows == 0:
         return

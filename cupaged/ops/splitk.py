@@ -22,6 +22,7 @@ from cupaged.ops._checks import (
     check_kernel,
     check_size,
     check_splits,
+    launcher,
     takes_arrays,
 )
 from cupaged.ops._pools import bf16_pools, fp8_pools, nvfp4_pools
@@ -250,13 +251,9 @@ def _reduce(
     num_seqs: int,
     stream: Any,
 ) -> None:
-    num_q_heads = as_integer("num_q_heads", num_q_heads)
-    head_dim = as_integer("head_dim", head_dim)
-    num_splits = as_integer("num_splits", num_splits)
-    num_seqs = as_integer("num_seqs", num_seqs)
     check_splits(num_splits)
     check_size("workspace", workspace, num_seqs * num_q_heads * num_splits * (head_dim + 2))
-    check_size("output", output, num_seqs * num_q_heads * head_dim)
+    check_size("output", output, num_seqs * num_q_heads * head_dim, 2)
     check_size("seq_lens", seq_lens, num_seqs)
     if num_seqs == 0:
         return
@@ -273,7 +270,7 @@ def _reduce(
     )
 
 
-@takes_arrays
+@launcher
 def paged_decode_attn_reduce_fp8(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -292,11 +289,10 @@ def paged_decode_attn_reduce_fp8(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    check_kernel(kernel, "paged_decode_attn_reduce_fp8")
     _reduce(gpu, kernel, workspace, output, seq_lens, num_q_heads, head_dim, num_splits, num_seqs, stream)
 
 
-@takes_arrays
+@launcher
 def paged_decode_attn_reduce_nvfp4(
     gpu: GpuBackend,
     kernel: KernelHandle,
@@ -314,5 +310,4 @@ def paged_decode_attn_reduce_nvfp4(
     Raises:
         ArgumentValueError, ArgumentTypeError: before any launch; the message names the argument.
     """
-    check_kernel(kernel, "paged_decode_attn_reduce_nvfp4")
     _reduce(gpu, kernel, workspace, output, seq_lens, num_q_heads, head_dim, num_splits, num_seqs, stream)

@@ -112,7 +112,7 @@ def attention_finalize(
     rows = num_seqs * num_q_heads
     check_size("l_state", l_state, rows)
     check_size("o_state", o_state, rows * head_dim)
-    check_size("output", output, rows * head_dim)
+    check_size("output", output, rows * head_dim, 2)
     if num_seqs == 0:
         return
     (

@@ -16,17 +16,16 @@ from cupaged.handle import KernelHandle
 from cupaged.launch import KernelLaunch
 from cupaged.ops._checks import (
     check_heads,
-    check_num_blocks,
     check_positive,
     check_scale,
     check_score_scale,
     check_size,
     check_splits,
-    check_stride,
     launcher,
 )
-from cupaged.ops._pools import check_readable
+from cupaged.ops._pools import nvfp4_pools, strided_pools
 from cupaged.ops.states import check_element_strides
+from cupaged.registry.rules import check_head_dim
 
 if TYPE_CHECKING:
     from cupaged.backends.base import GpuBackend
@@ -50,14 +49,15 @@ def _check_step(
     """What the step of every format asks of its arguments."""
     check_heads(num_q_heads, num_kv_heads)
     check_positive(head_dim=head_dim, block_size=block_size)
+    check_head_dim(head_dim)
     check_splits(num_splits)
     if not 0 <= last_block_valid_slots <= block_size:
         raise ArgumentValueError(
             f"last_block_valid_slots: got {last_block_valid_slots}, allowed is 0 to block_size, {block_size}"
         )
     rows = num_seqs * num_q_heads
+    check_size("q", q, rows * head_dim, 2)
     for name, array, needed in (
-        ("q", q, rows * head_dim),
         ("tile_blocks", tile_blocks, num_seqs * tile_capacity),
         ("tile_block_counts", tile_block_counts, num_seqs),
         ("m_state", states[0], rows * num_splits),
@@ -68,12 +68,7 @@ def _check_step(
         check_size(name, array, needed)
 
 
-def _step_blocks(num_blocks: int | None, num_seqs: int) -> int:
-    """Blocks of the pools as the kernels take them; those that sequences read have one at least."""
-    blocks = check_num_blocks(num_blocks)
-    if num_seqs:
-        check_readable(blocks)
-    return blocks
+_POOLS = ("k_pool", "v_pool")
 
 
 def _step_scale(inv_sqrt_d: float | None, head_dim: int, k_scale: float = 1.0) -> float:
@@ -137,7 +132,8 @@ def paged_decode_attn_tiled(
     )  # fmt: skip
     scale = _step_scale(inv_sqrt_d, head_dim)
     check_element_strides(blk_stride=blk_stride, tok_stride=tok_stride, kvh_stride=kvh_stride)
-    blocks = _step_blocks(num_blocks, num_seqs)
+    pools = strided_pools(2, block_size, num_kv_heads, head_dim, blk_stride, tok_stride, kvh_stride)
+    blocks = pools.readable_blocks(num_blocks, k_pool, v_pool, num_seqs, _POOLS)
     if num_seqs == 0:
         return
     (
@@ -229,7 +225,8 @@ def paged_decode_attn_tiled_fp8(
     check_element_strides(blk_stride=blk_stride, tok_stride=tok_stride, kvh_stride=kvh_stride)
     k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
     scale = _step_scale(inv_sqrt_d, head_dim, k_scale)
-    blocks = _step_blocks(num_blocks, num_seqs)
+    pools = strided_pools(1, block_size, num_kv_heads, head_dim, blk_stride, tok_stride, kvh_stride)
+    blocks = pools.readable_blocks(num_blocks, k_pool, v_pool, num_seqs, _POOLS)
     if num_seqs == 0:
         return
     (
@@ -319,10 +316,8 @@ def paged_decode_attn_tiled_nvfp4(
         num_splits,
     )  # fmt: skip
     scale = _step_scale(inv_sqrt_d, head_dim)
-    values = block_size * num_kv_heads * head_dim
-    check_stride("data_section_bytes", data_section_bytes, values // 2)
-    check_stride("block_stride_bytes", block_stride_bytes, data_section_bytes + values // 16)
-    blocks = _step_blocks(num_blocks, num_seqs)
+    pools = nvfp4_pools(block_size, num_kv_heads, head_dim, block_stride_bytes, data_section_bytes)
+    blocks = pools.readable_blocks(num_blocks, k_pool, v_pool, num_seqs, _POOLS)
     if num_seqs == 0:
         return
     (

@@ -1,8 +1,9 @@
 """What the package knows about its own kernels, without a device.
 
 One `KernelEntry` for each entry point: which compile-time constants it takes and how they follow from
-the launch's scalars, its launch geometry, and what its arguments must look like. Launchers and backends
-read it; nothing else holds launch numbers.
+the launch's scalars, its launch geometry, and what its arguments must look like. Launchers, backends and
+the manifests of `cupaged.ahead` read it; no other module holds launch numbers. Those that a kernel's source
+states for itself (`MERGE_VECTOR`, ``__launch_bounds__``) are compared with these by tests.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import difflib
 
 from cupaged.errors import KernelSourceError
 from cupaged.registry import checks, decode, direct, tiled, upkeep
+from cupaged.registry.buffers import buffer_expressions
 from cupaged.registry.entry import (
     DTYPES,
     MAX_GRID_X,
@@ -20,7 +22,6 @@ from cupaged.registry.entry import (
     Grid,
     KernelEntry,
     Scalars,
-    div_ceil,
     dtype_names,
     limits_of_capability,
 )
@@ -33,6 +34,7 @@ from cupaged.registry.rules import (
     gqa_ratio,
     head_tiles,
 )
+from cupaged.registry.terms import div_ceil
 
 __all__ = [
     "DTYPES",
@@ -47,6 +49,7 @@ __all__ = [
     "KernelEntry",
     "NullPointers",
     "Scalars",
+    "buffer_expressions",
     "check_constant",
     "div_ceil",
     "dtype_names",

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, div_ceil
+from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry
+from cupaged.registry.terms import div_ceil, smaller
+
+INPUT_CHECKS = "input_checks"  # the module
 
 _THREADS = 256
 _MAX_BLOCKS = 1024
 
 
 def _by_elements(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
-    return (min(_MAX_BLOCKS, div_ceil(values[0], _THREADS)), 1, 1)
+    return (smaller(_MAX_BLOCKS, div_ceil(values[0], _THREADS)), 1, 1)
 
 
 def _by_rows(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
-    return (min(_MAX_BLOCKS, values[0]), 1, 1)
+    return (smaller(_MAX_BLOCKS, values[0]), 1, 1)
 
 
 def _entry(name: str, count: str, holds: dict[str, str], *, rows: bool = False) -> KernelEntry:
     sizes = {"half": 2, "bytes": 1, "i32": 4, "i64": 8, "f32": 4}
     pointers = {**holds, "first": "i64"}
     return KernelEntry(
-        module="input_checks",
+        module=INPUT_CHECKS,
         entry=name,
         spec_names=(),
         specialise=lambda scalars: {},

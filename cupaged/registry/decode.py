@@ -25,6 +25,7 @@ from cupaged.registry.rules import (
     check_head_dim,
     gqa_ratio,
 )
+from cupaged.registry.terms import smaller
 
 _SHARED_ROWS = 32
 
@@ -81,9 +82,13 @@ def _split_entry(fmt: str, split: bool) -> KernelEntry:
         return {**ring_constants(_split_problem(fmt, spec), limits), "split": int(split)}
 
     def grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
-        pieces = values[0] * (values[1] if split else 1)
+        pieces = values[0] * values[1] if split else values[0]
         problem = _split_problem(fmt, constants)
-        return (min(pieces, blocks_of_slice(problem, constants, limits)), num_slices(problem, constants), 1)
+        return (
+            smaller(pieces, blocks_of_slice(problem, constants, limits)),
+            num_slices(problem, constants),
+            1,
+        )
 
     return KernelEntry(
         module=f"paged_decode_attn_{fmt}",
@@ -181,10 +186,16 @@ def latency_levels(spec: Constants, limits: DeviceLimits) -> tuple[int, ...]:
 
 
 def _planned_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
-    if values[0] == 0:
-        return (0, 1, 1)
     problem = planned_problem(constants)
-    return (blocks_of_slice(problem, constants, limits), num_slices(problem, constants), 1)
+    columns = smaller(1, values[0]) * blocks_of_slice(problem, constants, limits)
+    return (columns, num_slices(problem, constants), 1)
+
+
+def num_parts(constants: Constants, limits: DeviceLimits) -> int:
+    """Rows of the planned kernels' workspace: two parts of every query row for each block of a slice."""
+    problem = planned_problem(constants)
+    rows = min(problem.head_rows, TILE_ROWS * constants["block_head_tiles"]) * constants["block_heads"]
+    return blocks_of_slice(problem, constants, limits) * (2 * num_slices(problem, constants) * rows)
 
 
 def check_resident(spec: Constants, limits: DeviceLimits) -> None:
@@ -211,7 +222,7 @@ def check_resident(spec: Constants, limits: DeviceLimits) -> None:
 def _chunked_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
     problem = planned_problem(constants, chunked=True)
     pieces = values[0] * values[1]
-    return (min(pieces, blocks_of_slice(problem, constants, limits)), num_slices(problem, constants), 1)
+    return (smaller(pieces, blocks_of_slice(problem, constants, limits)), num_slices(problem, constants), 1)
 
 
 _INPUTS = {"q": "half", "k_cache": "bytes", "v_cache": "bytes", "block_tables": "i32", "seq_lens": "i32"} | {
@@ -294,7 +305,7 @@ _PLAN = _pinned_entry(
     3,
     "paged_decode_attn_plan",
     ("num_seqs",),
-    lambda values, constants, limits: (min(1, values[0]), 1, 1),
+    lambda values, constants, limits: (smaller(1, values[0]), 1, 1),
     {"plan": "u32", "seq_lens": "i32"},
     {"plan": 4, "seq_lens": 4},
     threads=1024,

@@ -1,12 +1,13 @@
-"""The kernels that read and write pools directly: writers, decode, reduction, absmax."""
+"""The kernels that read and write pools directly: writers, reduction, absmax."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from cupaged.registry.decode import CACHE_MULTIPLES
-from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, Scalars, div_ceil
-from cupaged.registry.rules import check_block_size, check_head_dim
+from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, Scalars, grid_of_two
+from cupaged.registry.rules import check_block_size, check_head_dim, head_dim_spec
+from cupaged.registry.terms import div_ceil, larger, smaller
 
 WRITE_VALUES = {"bf16": 8, "fp8": 16, "nvfp4": 16}  # that one thread of a writer takes, of K and of V
 ABSMAX_PIECE = 512  # 16-byte vectors that a warp of absmax takes at a time
@@ -19,25 +20,16 @@ def _writer_spec(scalars: Scalars) -> dict[str, int]:
     return {"head_dim": scalars["head_dim"], "block_size": scalars["block_size"]}
 
 
-def _head_dim_spec(scalars: Scalars) -> dict[str, int]:
-    check_head_dim(scalars["head_dim"])
-    return {"head_dim": scalars["head_dim"]}
-
-
-def _copy_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
-    return (values[0], values[1] if len(values) > 1 else 1, values[2] if len(values) > 2 else 1)
-
-
 def _reduce_entry(fmt: str) -> KernelEntry:
     return KernelEntry(
         module="paged_decode_attn_reduce",
         entry=f"paged_decode_attn_reduce_{fmt}",
         spec_names=("head_dim",),
-        specialise=_head_dim_spec,
+        specialise=head_dim_spec,
         scalar_names=("head_dim",),
         block=lambda constants: (32, 1, 1),
         grid_names=("num_seqs", "num_q_heads"),
-        grid=_copy_grid,
+        grid=grid_of_two,
         holds={"workspace": "f32", "output": "bf16", "seq_lens": "i32"},
         multiples={"workspace": 8, "output": 16, "seq_lens": 4},
     )
@@ -99,8 +91,8 @@ def _absmax_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLi
 
 def _absmax_rows_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
     num_rows, row_elems = values
-    pieces = max(1, div_ceil(row_elems // 8, ABSMAX_PIECE))
-    return (min(ABSMAX_BLOCKS, div_ceil(num_rows * pieces, 8)) * min(1, row_elems), 1, 1)
+    pieces = larger(1, div_ceil(row_elems // 8, ABSMAX_PIECE))
+    return (smaller(ABSMAX_BLOCKS, div_ceil(num_rows * pieces, 8)) * smaller(1, row_elems), 1, 1)
 
 
 ENTRIES = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from cupaged.registry.terms import named
 
 Grid = tuple[int, int, int]
 Scalars = Mapping[str, int]
@@ -37,11 +39,6 @@ def dtype_names(allowed: Sequence[str]) -> str:
     ]
     told = {text.split()[0]: text for text in bits}
     return ", ".join(told.get(dtype, dtype) for dtype in allowed)
-
-
-def div_ceil(a: int, b: int) -> int:
-    """Smallest integer not below a / b, for a >= 0 and b > 0."""
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,16 @@ def limits_of_capability(capability: int, num_sms: int) -> DeviceLimits:
     return DeviceLimits(num_sms, block * 1024, sm * 1024, capability >= 90, capability)
 
 
+def unknown_device() -> DeviceLimits:
+    """A device of which nothing is known: expressions name its multiprocessors ``num_sms``."""
+    return replace(limits_of_capability(0, 0), num_sms=named("num_sms"))
+
+
+def grid_of_two(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
+    """A block for each pair of two scalars."""
+    return (values[0], values[1], 1)
+
+
 @dataclass(frozen=True)
 class KernelEntry:
     """One entry point of one module.
@@ -94,8 +101,9 @@ class KernelEntry:
         scalar_names: the scalars that `specialise` reads.
         block: threads from the constants.
         grid_names: the scalars that `grid` reads.
-        grid: grid from the scalars, the constants and the device; a zero in it means that there is nothing
-            to do.
+        grid: grid from the scalars, the constants and the device's `num_sms`; a zero in it means that there
+            is nothing to do. It calculates with ``+ - * //``, `smaller`, `larger` and `div_ceil`, so that
+            `grid_expressions` can ask it with terms.
         holds: what each pointer parameter holds (a key of `DTYPES`); all are checked if given as arrays.
         multiples: parameter -> what its value must be a multiple of (bytes for pointers).
         strided: pointer parameters that may have any stride along their first axis.
@@ -126,6 +134,11 @@ class KernelEntry:
     def constants(self, spec: Constants, limits: DeviceLimits) -> dict[str, int]:
         """Every compile-time constant of a specialisation."""
         return {**spec, **self.derived(spec, limits)}
+
+    def grid_expressions(self, constants: Constants) -> tuple[str, str, str]:
+        """`grid` as integer expressions of the scalars' names and ``num_sms``."""
+        x, y, z = self.grid(tuple(map(named, self.grid_names)), constants, unknown_device())
+        return str(x), str(y), str(z)
 
     @staticmethod
     def defines(constants: Constants) -> tuple[tuple[str, str], ...]:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupaged.errors import ArgumentValueError
-from cupaged.registry.entry import Constants, DeviceLimits, div_ceil
+from cupaged.registry.entry import Constants, DeviceLimits
 from cupaged.registry.rules import head_tiles
+from cupaged.registry.terms import div_ceil, larger
 
 TILE_TOKENS = 16
 TILE_ROWS = 8  # query rows
@@ -228,18 +229,14 @@ def ring_shape(problem: RingProblem, limits: DeviceLimits) -> RingShape:
     """The shape that measured best, scaled to what fits: as many heads a block as leave three stages.
 
     Raises:
-        ArgumentValueError: not even two stages of one head fit (no supported head_dim).
+        ArgumentValueError: three stages of one head do not fit (on no GPU that kernels are compiled for).
     """
     for heads, tiles in _head_shares(problem):
         shape = _shape_of(problem, heads, tiles, limits)
         if shape is not None:
             return shape
-    row_tiles = _warp_row_tiles(problem)
-    warps = min(div_ceil(head_tiles(problem.head_rows), row_tiles), _WARPS_PER_SM)
-    if 2 * tile_bytes(problem, 1) + _static_shared(warps, 1) <= limits.shared_per_block:
-        return RingShape(1, warps * row_tiles, row_tiles, 1, 1, 2, 1, can_bulk(problem, 1, limits))
     raise ArgumentValueError(
-        f"head_dim: got {problem.head_dim}, of which two tiles do not fit the {limits.shared_per_block} "
+        f"head_dim: got {problem.head_dim}, of which three stages do not fit the {limits.shared_per_block} "
         "bytes of shared memory that a block has"
     )
 
@@ -285,4 +282,4 @@ def num_slices(problem: RingProblem, constants: Constants) -> int:
 def blocks_of_slice(problem: RingProblem, constants: Constants, limits: DeviceLimits) -> int:
     """Columns of a persistent grid: as many blocks as are resident, shared among the slices."""
     resident = limits.num_sms * constants["blocks_per_sm"]
-    return max(1, resident // num_slices(problem, constants))
+    return larger(1, resident // num_slices(problem, constants))

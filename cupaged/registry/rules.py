@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
-from cupaged.registry.entry import div_ceil
+from cupaged.registry.entry import Scalars
+from cupaged.registry.terms import div_ceil
 
 SUPPORTED_HEAD_DIMS = tuple(range(16, 257, 16))
 MAX_BLOCK_SIZE = 256
@@ -31,6 +32,12 @@ def check_block_size(block_size: int) -> None:
     """Raise ArgumentValueError unless kernels exist for this block_size."""
     if not 1 <= block_size <= MAX_BLOCK_SIZE:
         raise ArgumentValueError(f"block_size: got {block_size}, allowed is 1 to {MAX_BLOCK_SIZE}")
+
+
+def head_dim_spec(scalars: Scalars) -> dict[str, int]:
+    """The spec of kernels that are compiled for a head_dim alone."""
+    check_head_dim(scalars["head_dim"])
+    return {"head_dim": scalars["head_dim"]}
 
 
 def check_constant(name: str, value: int | str) -> None:

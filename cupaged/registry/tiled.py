@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from cupaged.errors import ArgumentValueError
-from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, Scalars, div_ceil
+from cupaged.registry.entry import Constants, DeviceLimits, Grid, KernelEntry, Scalars, grid_of_two
 from cupaged.registry.ring import TILE_TOKENS
-from cupaged.registry.rules import check_block_size, check_head_dim, gqa_ratio, head_tiles
+from cupaged.registry.rules import check_block_size, check_head_dim, gqa_ratio, head_dim_spec, head_tiles
+from cupaged.registry.terms import div_ceil
 
-_WARPS = 8  # most of a block of threads; also its most groups of 8 query heads
+MOST_WARPS = 8  # most of a block of threads; also its most groups of 8 query heads
 # (Tiles of 16 tokens that a warp works on at once, blocks of threads for a multiprocessor) by the largest
 # head_dim, as registers allow without spills. Narrow formats need more tiles to keep as many bytes in flight.
 _SHAPES = {
@@ -46,14 +47,9 @@ def resident_blocks(constants: Constants) -> int:
     return max(constants["blocks_per_sm"], 32 * warps // _step_block(constants)[0])
 
 
-def _head_dim_spec(scalars: Scalars) -> dict[str, int]:
-    check_head_dim(scalars["head_dim"])
-    return {"head_dim": scalars["head_dim"]}
-
-
 def _block_tiles(constants: Constants) -> int:
     """Groups of 8 query heads that a block of threads takes."""
-    return min(_WARPS, head_tiles(constants["gqa_ratio"]))
+    return min(MOST_WARPS, head_tiles(constants["gqa_ratio"]))
 
 
 def _step_block(constants: Constants) -> Grid:
@@ -70,10 +66,6 @@ def _step_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimi
     return (num_seqs, num_kv_heads * head_parts(constants), num_splits)
 
 
-def _grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
-    return (values[0], values[1], 1)
-
-
 def _pair_block(constants: Constants) -> Grid:
     """A thread for each pair of dims, in whole warps."""
     return (div_ceil(constants["head_dim"] // 2, 32) * 32, 1, 1)
@@ -87,7 +79,7 @@ def _step_entry(module: str, fmt: str) -> KernelEntry:
         if fmt == "nvfp4" and spec["block_size"] % TILE_TOKENS:
             tiles = 1  # rows in several blocks take the registers of the second
         heads = _block_tiles(spec)
-        warps = next(n for n in (4, 2, 1) if n * heads <= _WARPS)
+        warps = next(n for n in (4, 2, 1) if n * heads <= MOST_WARPS)
         return {"token_warps": warps, "warp_tiles": tiles, "blocks_per_sm": max(1, blocks // heads)}
 
     return KernelEntry(
@@ -127,11 +119,11 @@ def _state_entry(entry: str, holds: dict[str, str], multiples: dict[str, int]) -
         module="paged_decode_attn_tiled",
         entry=entry,
         spec_names=("head_dim",),
-        specialise=_head_dim_spec,
+        specialise=head_dim_spec,
         scalar_names=("head_dim",),
         block=_pair_block,
         grid_names=("num_seqs", "num_q_heads"),
-        grid=_grid,
+        grid=grid_of_two,
         holds=holds,
         multiples=multiples,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cupaged.errors import ArgumentValueError
-from cupaged.registry.entry import MAX_GRID_YZ, Constants, DeviceLimits, Grid, KernelEntry, Scalars, div_ceil
+from cupaged.registry.entry import MAX_GRID_YZ, Constants, DeviceLimits, Grid, KernelEntry, Scalars
+from cupaged.registry.terms import div_ceil, larger, smaller
 
 READ_GROUP = 16  # values one thread of a gather takes
 MERGE_VECTOR = 4  # values one lane of a merge takes at once
@@ -53,7 +54,7 @@ def _gather_entry(output: str) -> KernelEntry:
 
 def _copy_grid(values: tuple[int, ...], constants: Constants, limits: DeviceLimits) -> Grid:
     num_pairs, data_bytes = values
-    return (num_pairs, max(1, min(MAX_GRID_YZ, div_ceil(data_bytes, 4 * _COPY_BYTES))), 2)
+    return (num_pairs, larger(1, smaller(MAX_GRID_YZ, div_ceil(data_bytes, 4 * _COPY_BYTES))), 2)
 
 
 def _copy_entry() -> KernelEntry:

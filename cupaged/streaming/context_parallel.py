@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cupaged.decode import Decoder
-from cupaged.errors import ArgumentValueError
+from cupaged.decode_kernels import MAX_SEQS
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import CacheLayout
-from cupaged.merge import merge_states
-from cupaged.ops._checks import check_num_blocks, check_size
+from cupaged.launch import as_integer, in_range
+from cupaged.ops._checks import check_score_scale
+from cupaged.ops._kernels import kernel_of
+from cupaged.ops.merge import merge_states_bf16
 from cupaged.pointers import DevicePtr
+from cupaged.streaming.arguments import MOST_BLOCKS, device_pool, device_rows, lengths_of
 from cupaged.streaming.device import device_of
-from cupaged.streaming.multi import Communicator, RankMerge
-from cupaged.streaming.pool import rows_of
+from cupaged.streaming.multi import Communicator, RankMerge, check_communicator
 from cupaged.streaming.step import States, Step, check_scales
 from cupaged.streaming.tables import UploadBuffer
 
@@ -51,18 +56,20 @@ class ContextParallelDecoder:
         v_scale: float | None = None,
         partials: str = "states",
     ) -> None:
+        if partials not in _PARTIALS:
+            raise ArgumentValueError(f"partials: got {partials!r}, allowed are 'states' and 'outputs'")
+        if not isinstance(layout, CacheLayout):
+            raise ArgumentTypeError(f"layout: got {layout!r}, allowed is a CacheLayout")
+        check_communicator(communicator)
         self._gpu = gpu
         self._layout = layout
-        self._max_seqs = max_seqs
-        self._num_q_heads = num_q_heads
-        scales = check_scales(layout.format.name, k_scale, v_scale)
-        self._part: _States | _Outputs
-        if partials == "states":
-            self._part = _States(gpu, layout, num_q_heads, communicator, max_seqs, scales)
-        elif partials == "outputs":
-            self._part = _Outputs(gpu, layout, num_q_heads, communicator, max_seqs, scales)
-        else:
-            raise ArgumentValueError(f"partials: got {partials!r}, allowed are 'states' and 'outputs'")
+        self._max_seqs = in_range("max_seqs", max_seqs, 1, MAX_SEQS)
+        self._num_q_heads = as_integer("num_q_heads", num_q_heads)
+        self._scales = check_scales(layout.format.name, k_scale, v_scale)
+        self._lengths = UploadBuffer(gpu, device_of(gpu))
+        self._part = _PARTIALS[partials](
+            gpu, layout, self._num_q_heads, communicator, self._max_seqs, self._scales
+        )
 
     def decode(
         self,
@@ -92,28 +99,48 @@ class ContextParallelDecoder:
             softmax_scale: factor on q k, 1 / sqrt(head_dim) by default.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: the message names the argument.
+            ArgumentValueError, ArgumentTypeError: before anything runs here; the message names the argument.
+                Other ranks, whose arguments were right, wait for this one.
         """
-        rows = len(seq_lens)
+        width = in_range("max_blocks_per_seq", max_blocks_per_seq, 0, MOST_BLOCKS)
+        blocks = in_range("num_blocks", num_blocks, 0, MOST_BLOCKS)
+        lengths = lengths_of("seq_lens", seq_lens, width * self._layout.block_size)
+        rows, row = len(lengths), (self._num_q_heads, self._layout.head_dim)
         if rows > self._max_seqs:
             raise ArgumentValueError(f"seq_lens: got {rows} sequences, this decoder takes {self._max_seqs}")
-        lengths = np.array(seq_lens, np.int64)
-        most = max_blocks_per_seq * self._layout.block_size
-        if rows and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
-            raise ArgumentValueError(
-                f"seq_lens: got {int(lengths.min())} to {int(lengths.max())}, allowed is 0 to {most}"
-            )
-        elements = rows * self._num_q_heads * self._layout.head_dim
-        check_size("q", q, elements)
-        check_size("output", output, elements)
-        check_size("block_tables", block_tables, rows * max_blocks_per_seq)
-        check_num_blocks(num_blocks)
+        gpu, handle = self._gpu, self._gpu.stream_handle(stream)
+        if softmax_scale is not None:
+            softmax_scale = check_score_scale("softmax_scale", softmax_scale, self._scales[0])
+        call = _Call(
+            q=device_rows(gpu, "q", q, "bf16", rows, row, handle),
+            k_cache=device_pool(gpu, "k_cache", k_cache, self._layout, blocks, handle),
+            v_cache=device_pool(gpu, "v_cache", v_cache, self._layout, blocks, handle),
+            block_tables=device_rows(gpu, "block_tables", block_tables, "i32", rows, (width,), handle),
+            lengths=lengths,
+            output=device_rows(gpu, "output", output, "bf16", rows, row, handle, writable=True),
+            max_blocks_per_seq=width,
+            num_blocks=blocks,
+            scale=softmax_scale,
+            stream=handle,
+        )
         if rows:
-            handle = self._gpu.stream_handle(stream)
-            self._part.decode(
-                q, k_cache, v_cache, block_tables, lengths, output, max_blocks_per_seq, num_blocks,
-                softmax_scale, handle,
-            )  # fmt: skip
+            self._part.decode(call, self._lengths)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Checked arguments of `ContextParallelDecoder.decode`."""
+
+    q: DevicePtr
+    k_cache: Any
+    v_cache: Any
+    block_tables: DevicePtr
+    lengths: npt.NDArray[np.int64]
+    output: DevicePtr
+    max_blocks_per_seq: int
+    num_blocks: int
+    scale: float | None
+    stream: int
 
 
 class _States:
@@ -128,35 +155,26 @@ class _States:
         max_seqs: int,
         scales: tuple[float, float],
     ) -> None:
-        self._gpu = gpu
         self._layout = layout
         self._step = Step(gpu, layout, num_q_heads, *scales)
         splits = self._step.splits_for(max_seqs)
         self._states = States(gpu, max_seqs, splits, num_q_heads, layout.head_dim)
         self._merged = States(gpu, max_seqs, 1, num_q_heads, layout.head_dim)
         self._ranks = RankMerge(gpu, communicator, self._merged)
-        self._lengths = UploadBuffer(gpu, device_of(gpu))
 
-    def decode(
-        self, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, lengths: Any, output: Any,
-        max_blocks_per_seq: int, num_blocks: int, scale: float | None, stream: int,
-    ) -> None:  # fmt: skip
-        rows, block_size = len(lengths), self._layout.block_size
-        counts = -(-lengths // block_size)
-        valid = lengths - np.maximum(counts - 1, 0) * block_size
-        address = self._lengths.put(np.concatenate([counts, valid]).astype(np.int32), stream)
-        pool_bytes = num_blocks * self._layout.block_stride_bytes
-        pools = [rows_of(self._gpu, pool, pool_bytes, 0, 1) for pool in (k_cache, v_cache)]
-        table = rows_of(self._gpu, block_tables, 4, 0, rows * max_blocks_per_seq).address
-        query_bytes = 2 * self._step.num_q_heads * self._layout.head_dim
+    def decode(self, call: _Call, buffer: UploadBuffer) -> None:
+        rows, block_size, stream = len(call.lengths), self._layout.block_size, call.stream
+        counts = -(-call.lengths // block_size)
+        valid = call.lengths - np.maximum(counts - 1, 0) * block_size
+        address = buffer.put(np.concatenate([counts, valid]).astype(np.int32), stream)
         self._states.clear(rows, stream)
         self._step.fold(
-            rows_of(self._gpu, q, query_bytes, 0, rows), pools[0], pools[1], num_blocks,
-            table, address, self._states, 0, rows, max_blocks_per_seq, scale, stream, address + 4 * rows,
+            call.q, call.k_cache, call.v_cache, call.num_blocks, call.block_tables.address, address,
+            self._states, 0, rows, call.max_blocks_per_seq, call.scale, stream, address + 4 * rows,
         )  # fmt: skip
         self._step.merge(self._states, self._merged, rows, stream)
         merged = self._ranks.merge(self._step, self._merged, rows, stream)
-        self._step.finalize(merged, output, rows, stream)
+        self._step.finalize(merged, call.output, rows, stream)
 
 
 class _Outputs:
@@ -182,19 +200,15 @@ class _Outputs:
         ranks = communicator.size * max_seqs
         self._outputs = gpu.empty(ranks * row[0] * row[1], "uint16")
         self._lses = gpu.empty(ranks * num_q_heads, "float32")
-        self._lengths = UploadBuffer(gpu, device_of(gpu))
         self._row = row
 
-    def decode(
-        self, q: Any, k_cache: Any, v_cache: Any, block_tables: Any, lengths: Any, output: Any,
-        max_blocks_per_seq: int, num_blocks: int, scale: float | None, stream: int,
-    ) -> None:  # fmt: skip
-        rows, (heads, head_dim), address = len(lengths), self._row, self._gpu.pointer
-        device_lengths = self._lengths.put(lengths.astype(np.int32), stream)
+    def decode(self, call: _Call, buffer: UploadBuffer) -> None:
+        rows, (heads, head_dim), address = len(call.lengths), self._row, self._gpu.pointer
+        device_lengths = buffer.put(call.lengths.astype(np.int32), call.stream)
         self._decoder.decode(
-            q, k_cache, v_cache, block_tables, DevicePtr(device_lengths, 4 * rows), self._output,
-            num_seqs=rows, max_blocks_per_seq=max_blocks_per_seq, stream=stream, lse=self._lse,
-            softmax_scale=scale, num_blocks=num_blocks, k_scale=self._scales[0],
+            call.q, call.k_cache, call.v_cache, call.block_tables, DevicePtr(device_lengths, 4 * rows),
+            self._output, num_seqs=rows, max_blocks_per_seq=call.max_blocks_per_seq, stream=call.stream,
+            lse=self._lse, softmax_scale=call.scale, num_blocks=call.num_blocks, k_scale=self._scales[0],
             v_scale=self._scales[1],
         )  # fmt: skip
         self._communicator.all_gather(
@@ -202,10 +216,13 @@ class _Outputs:
                 (int(address(self._output)), int(address(self._outputs)), rows * heads * head_dim // 2),
                 (int(address(self._lse)), int(address(self._lses)), rows * heads),
             ],
-            stream,
+            call.stream,
         )
-        ranks = self._communicator.size
-        outputs = self._outputs[: ranks * rows * heads * head_dim].reshape(ranks, rows, heads, head_dim)
-        lses = self._lses[: ranks * rows * heads].reshape(ranks, rows, heads)
-        target = output.reshape(rows, heads, head_dim)
-        merge_states(self._gpu, outputs, lses, target, stream=stream)
+        merge_states_bf16(
+            self._gpu, kernel_of(self._gpu, "merge_states", "merge_states_bf16"), self._outputs, self._lses,
+            call.output, 0, self._communicator.size, rows * heads, head_dim, rows * heads * head_dim,
+            rows * heads, call.stream,
+        )  # fmt: skip
+
+
+_PARTIALS: dict[str, type[_States | _Outputs]] = {"states": _States, "outputs": _Outputs}

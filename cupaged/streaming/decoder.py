@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cupaged.errors import ArgumentValueError, StreamingCancelledError
+from cupaged.decode_kernels import MAX_SEQS
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, StreamingCancelledError
 from cupaged.formats import CacheLayout
-from cupaged.launch import as_integer
-from cupaged.ops._checks import check_size
+from cupaged.launch import as_integer, flag, in_range
+from cupaged.ops._checks import check_score_scale
 from cupaged.pointers import DevicePtr
+from cupaged.streaming.arguments import MOST_BYTES, check_callable, device_rows
 from cupaged.streaming.device import device_of
 from cupaged.streaming.multi import Communicator, RankMerge
-from cupaged.streaming.policy import share_room
-from cupaged.streaming.pool import RecordPool, rows_of
+from cupaged.streaming.open_sequences import OpenSequences
+from cupaged.streaming.pool import RecordPool, row_span
 from cupaged.streaming.progress import Progress, TileProgress
 from cupaged.streaming.records import RecordLayout
 from cupaged.streaming.sequence import StreamedSequence
 from cupaged.streaming.step import States, Step, check_scales
-from cupaged.streaming.store import BlockStore, Tail
+from cupaged.streaming.store import BlockStore
 from cupaged.streaming.tables import Tables
 from cupaged.streaming.tiles import Tile, plan_tiles
 from cupaged.streaming.transfer import Pipeline, Slot, Trace
 
 _MIB = 1 << 20
+_MAX_SLOTS = _MAX_THREADS = 1024
 _MAX_STATES = 1024  # of all sequences together; a tile holds one long sequence as a rule, which needs many
 
 
@@ -71,31 +74,33 @@ class StreamingDecoder:
         read_threads: int = 4,
         communicator: Communicator | None = None,
     ) -> None:
+        self._gpu = gpu
+        self._device = device_of(gpu)
         self._shape = RecordLayout(layout)
         self._scales = check_scales(layout.format.name, k_scale, v_scale)
-        self._max_seqs = _at_least("max_seqs", max_seqs, 1)
-        slots = _at_least("tiles_in_flight", tiles_in_flight, 2)
+        self._max_seqs = max_seqs = in_range("max_seqs", max_seqs, 1, MAX_SEQS)
+        slots = in_range("tiles_in_flight", tiles_in_flight, 2, _MAX_SLOTS)
+        threads = in_range("read_threads", read_threads, 1, _MAX_THREADS)
         record = self._shape.record_bytes
-        slot_blocks = _at_least("scratch_bytes", scratch_bytes, 0) // slots // record
+        room = in_range("resident_bytes", resident_bytes, 0, MOST_BYTES) // record
+        slot_blocks = in_range("scratch_bytes", scratch_bytes, 0, MOST_BYTES) // slots // record
         if slot_blocks < 1:
             raise ArgumentValueError(
                 f"scratch_bytes: got {scratch_bytes}, allowed is {slots * record} or more: {slots} blocks of "
                 f"K and V, {record} bytes each"
             )
-        self._gpu = gpu
-        self._device = device_of(gpu)
-        self._step = Step(gpu, self._shape.pool, as_integer("num_q_heads", num_q_heads), *self._scales)
+        num_q_heads = as_integer("num_q_heads", num_q_heads)
+        self._step = Step(gpu, self._shape.pool, num_q_heads, *self._scales)
         splits = max(1, min(self._step.splits_for(1), _MAX_STATES // max_seqs))
         self._states = States(gpu, max_seqs, splits, num_q_heads, layout.head_dim)
         self._merged = States(gpu, max_seqs, 1, num_q_heads, layout.head_dim)
-        self._ranks = RankMerge(gpu, communicator, self._merged) if communicator else None
-        self._pipeline = Pipeline(
-            gpu, self._device, self._shape, slots, slot_blocks, _at_least("read_threads", read_threads, 1)
-        )
-        self._room = _at_least("resident_bytes", resident_bytes, 0) // record
-        self._pool = RecordPool(gpu, self._device, self._shape, self._room + self._max_seqs, self._scales)
-        self._sequences: list[StreamedSequence] = []
+        self._ranks = None if communicator is None else RankMerge(gpu, communicator, self._merged)
+        self._pipeline = Pipeline(gpu, self._device, self._shape, slots, slot_blocks, threads)
+        self._pool = RecordPool(gpu, self._device, self._shape, room + max_seqs, self._scales)
         self._tables = Tables(gpu, self._device)
+        self._sequences = OpenSequences(
+            self._shape, self._scales, self._pool, self._tables, room, self._max_seqs
+        )
         self.device_bytes = (
             self._pool.nbytes
             + slots * slot_blocks * record
@@ -116,61 +121,36 @@ class StreamingDecoder:
     # ---- sequences
 
     def open(self, store: BlockStore) -> StreamedSequence:
-        """Take a sequence in. Its first blocks become resident as far as there is room.
+        """Take a sequence in. Its first blocks become resident as far as there is room, which waits for the
+        device. After an error the decoder is as it was.
 
         Raises:
-            ArgumentValueError: as many sequences as `max_seqs` are open, or the store's layout is another.
+            ArgumentValueError: as many sequences as `max_seqs` are open, the store's layout is another, or
+                the store is open in this decoder already.
+            StoreDamagedError, StoreError: its blocks cannot be read.
         """
-        if not RecordLayout(store.layout).agrees_with(self._shape):
-            raise ArgumentValueError(f"store: has {store.layout}, this decoder takes {self.layout}")
-        self._check_scales(store)
-        if len(self._sequences) == self._max_seqs:
-            raise ArgumentValueError(f"store: {self._max_seqs} sequences are open, which is max_seqs")
-        sequence = StreamedSequence(store, self._pool.take())
-        self._sequences.append(sequence)
-        if store.tail is not None:
-            self._pool.upload(store.tail.record, sequence.tail_record)
-            sequence.tail_tokens = store.tail.num_tokens
-        self._settle()
-        return sequence
+        return self._sequences.take_in(store)
 
-    def _check_scales(self, store: BlockStore) -> None:
-        header = getattr(store, "header", None)
-        if header is not None and (header.k_scale, header.v_scale) != self._scales:
-            raise ArgumentValueError(
-                f"store: was written with k_scale, v_scale {header.k_scale}, {header.v_scale}; this decoder "
-                f"has {self._scales[0]}, {self._scales[1]}"
-            )
+    def close(self, sequence: StreamedSequence, *, keep_tail: bool = True) -> None:
+        """Keep a sequence's tail in its store and give its device memory back, which waits for the device.
 
-    def close(self, sequence: StreamedSequence) -> None:
-        """Keep a sequence's tail in its store and give its device memory back. The store stays open."""
-        self._check_open(sequence)
+        The store stays open; a tail that it has already is not written again. After an error the sequence is
+        open, as it was.
+
+        Args:
+            sequence: an open one.
+            keep_tail: False drops the tokens that the store does not have, for a store that cannot take them:
+                one that is full, closed or open for reading only.
+
+        Raises:
+            StoreError: the store cannot keep the tail.
+        """
+        keep_tail = flag("keep_tail", keep_tail)
+        self._sequences.check(sequence)
         self._gpu.synchronize()
-        if sequence.tail_tokens:
-            record = self._pool.download(sequence.tail_record, self._gpu.null_stream())
-            sequence.store.keep_tail(Tail(record, sequence.tail_tokens))
-        self._sequences.remove(sequence)
-        self._pool.give_back([*sequence.resident, sequence.tail_record])
-        sequence.resident, sequence.closed = [], True
-        self._settle()
-
-    def _settle(self) -> None:
-        """Share the room among the open sequences, and load what became resident."""
-        shares = share_room([s.store.num_blocks for s in self._sequences], self._room)
-        for sequence, share in zip(self._sequences, shares, strict=True):
-            self._pool.give_back(sequence.resident[share:])
-            del sequence.resident[share:]
-        for sequence, share in zip(self._sequences, shares, strict=True):
-            first = len(sequence.resident)
-            records = [self._pool.take() for _ in range(share - first)]
-            if records:
-                self._pool.load(sequence.store, first, records)
-            sequence.resident += records
-        self._tables.forget()
-
-    def _check_open(self, sequence: StreamedSequence) -> None:
-        if sequence not in self._sequences:
-            raise ArgumentValueError("sequence: not open in this decoder")
+        if keep_tail:
+            self._sequences.keep_tail(sequence, self._gpu.null_stream())
+        self._sequences.release(sequence)
 
     # ---- appending
 
@@ -184,69 +164,57 @@ class StreamingDecoder:
             stream: int handle, CuPy stream, or object with ``__cuda_stream__``.
 
         Raises:
-            StoreFullError: a store has no room; the token is in the tail, and the call may be made again with
-                no sequences once there is room.
+            StoreFullError: a store has no room. Where a tail was full before, no token is added; else every
+                token is in its tail. `num_tokens` tells, and the call may be made again with no sequences,
+                which writes all full tails, once there is room.
         """
+        sequences = self._sequences.checked(sequences)
         if len({id(s) for s in sequences}) != len(sequences):
             raise ArgumentValueError("sequences: one is named twice; a call adds one token to each")
         handle = self._gpu.stream_handle(stream)
-        for sequence in self._sequences:
-            self._spill(sequence, handle)
-        for sequence in sequences:
-            self._check_open(sequence)
-        block_size = self.layout.block_size
-        self._pool.check_rows(key, value, len(sequences))
-        if sequences:
-            slots = [s.tail_record * block_size + s.tail_tokens for s in sequences]
-            self._pool.write(key, value, self._tables.slots(slots, handle), len(slots), handle)
+        if not sequences:
+            self._sequences.spill_all(self._sequences, handle)
+            return
+        rows = self._pool.rows(key, value, len(sequences), handle)
+        self._sequences.spill_all(sequences, handle)
+        slots = [s.tail_record * self.layout.block_size + s.tail_tokens for s in sequences]
+        self._pool.write(*rows, self._tables.slots(slots, handle), len(slots), handle)
         for sequence in sequences:
             sequence.tail_tokens += 1
-        for sequence in sequences:
-            self._spill(sequence, handle)
+        self._sequences.spill_all(sequences, handle)
 
     def extend(
         self, sequence: StreamedSequence, key: Any, value: Any, num_tokens: int, *, stream: Any
     ) -> None:
-        """Add many tokens to one sequence; as `append`.
+        """Add many tokens to one sequence; as `append`. Each tail that becomes full is written to the store,
+        which waits for the stream.
 
         Args:
             sequence: the sequence.
             key, value: BF16 ``[num_tokens, num_kv_heads, head_dim]`` on the device, contiguous.
             num_tokens: tokens.
             stream: as for `append`.
+
+        Raises:
+            StoreFullError: the store has no room. The tokens up to there are kept, the last block of them in
+                the tail: `sequence.num_tokens` tells how many there are.
         """
-        num_tokens = as_integer("num_tokens", num_tokens)
-        if num_tokens < 0:
-            raise ArgumentValueError(f"num_tokens: got {num_tokens}, allowed is 0 or more")
-        self._check_open(sequence)
+        num_tokens = in_range("num_tokens", num_tokens, 0, MOST_BYTES)
+        self._sequences.check(sequence)
         handle = self._gpu.stream_handle(stream)
-        self._spill(sequence, handle)
-        self._pool.check_rows(key, value, num_tokens)
+        keys, values = self._pool.rows(key, value, num_tokens, handle)
+        self._sequences.spill(sequence, handle)
         block_size, row_bytes = self.layout.block_size, 2 * self.layout.num_kv_heads * self.layout.head_dim
         done = 0
         while done < num_tokens:
             count = min(num_tokens - done, block_size - sequence.tail_tokens)
             begin = sequence.tail_record * block_size + sequence.tail_tokens
             mapping = self._tables.slots(range(begin, begin + count), handle)
-            rows = [rows_of(self._gpu, x, row_bytes, done, count) for x in (key, value)]
+            rows = [row_span(x, row_bytes, done, count) for x in (keys, values)]
             self._pool.write(rows[0], rows[1], mapping, count, handle)
             sequence.tail_tokens += count
             done += count
-            self._spill(sequence, handle)
-
-    def _spill(self, sequence: StreamedSequence, stream: int) -> None:
-        """Write a full tail to the store; keep it on the GPU where there is room."""
-        if sequence.tail_tokens < self.layout.block_size:
-            return
-        record = self._pool.download(sequence.tail_record, stream)
-        sequence.store.append(record.reshape(1, -1))
-        sequence.tail_tokens = 0
-        resident = len(sequence.resident)
-        kept = sum(len(s.resident) for s in self._sequences)
-        if resident + 1 == sequence.store.num_blocks and kept < self._room:
-            sequence.resident.append(sequence.tail_record)
-            sequence.tail_record = self._pool.take()
-        self._tables.forget()
+            self._sequences.spill(sequence, handle)
 
     # ---- decoding
 
@@ -283,17 +251,29 @@ class StreamingDecoder:
             StoreDamagedError, StoreError: a file cannot be read; likewise.
             ArgumentValueError, ArgumentTypeError: the message names the argument.
         """
-        handle = self._gpu.stream_handle(stream)
+        sequences = self._sequences.checked(sequences)
+        handle, rows = self._gpu.stream_handle(stream), len(sequences)
+        row = (self._step.num_q_heads, self.layout.head_dim)
+        queries = device_rows(self._gpu, "q", q, "bf16", rows, row, handle)
+        target = device_rows(self._gpu, "output", output, "bf16", rows, row, handle, writable=True)
+        if softmax_scale is not None:
+            softmax_scale = check_score_scale("softmax_scale", softmax_scale, self._scales[0])
+        check_callable("progress", progress)
+        check_callable("cancelled", cancelled)
+        if trace is not None and not isinstance(trace, Trace):
+            raise ArgumentTypeError(f"trace: got {trace!r}, allowed is a Trace or None")
+        if rows == 0:
+            return
         try:
-            self._accumulate(q, sequences, handle, softmax_scale, progress, cancelled, trace)
-            self._finish(len(sequences), output, handle)
+            self._accumulate(queries, sequences, handle, softmax_scale, progress, cancelled, trace)
+            self._finish(rows, target, handle)
         except BaseException:
             self._pipeline.drain()
             raise
 
     def _accumulate(
         self,
-        q: Any,
+        queries: DevicePtr,
         sequences: Sequence[StreamedSequence],
         stream: int,
         scale: float | None,
@@ -303,14 +283,6 @@ class StreamingDecoder:
     ) -> None:
         """States of all tokens."""
         rows = len(sequences)
-        for sequence in sequences:
-            self._check_open(sequence)
-        if rows > self._max_seqs:
-            raise ArgumentValueError(f"sequences: got {rows}, this decoder takes {self._max_seqs}")
-        self._step.check_query(q, rows)
-        if rows == 0:
-            return
-        queries = rows_of(self._gpu, q, 2 * self._row, 0, rows)
         self._states.clear(rows, stream)
         self._fold_resident(queries, sequences, scale, stream)
         tiles = plan_tiles([s.streamed for s in sequences], self.tile_blocks)
@@ -355,10 +327,7 @@ class StreamingDecoder:
             slot.table + 4 * rows * tile.capacity, self._states, first, rows, tile.capacity, scale, stream,
         )  # fmt: skip
 
-    def _finish(self, rows: int, output: Any, stream: int) -> None:
-        if rows == 0:
-            return
-        check_size("output", output, rows * self._row)
+    def _finish(self, rows: int, output: DevicePtr, stream: int) -> None:
         self._step.merge(self._states, self._merged, rows, stream)
         merged = self._merged
         if self._ranks is not None:
@@ -368,10 +337,3 @@ class StreamingDecoder:
     def shutdown(self) -> None:
         """End the threads that read files; they begin again when needed."""
         self._pipeline.close()
-
-
-def _at_least(name: str, value: int, low: int) -> int:
-    number = as_integer(name, value)
-    if number < low:
-        raise ArgumentValueError(f"{name}: got {number}, allowed is {low} or more")
-    return number

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from cupaged.errors import ArgumentValueError, BackendUnavailableError
+from cupaged.errors import ArgumentTypeError, BackendUnavailableError
+from cupaged.launch import in_range
+from cupaged.streaming.arguments import MOST_BLOCKS, MOST_RANKS
 from cupaged.streaming.step import States, Step
 
 # (address of what this rank sends, address of what all receive, F32 elements that a rank sends)
@@ -46,8 +48,7 @@ class NcclCommunicator:
     """
 
     def __init__(self, gpu: Any, size: int, rank: int, unique_id: tuple[int, ...]) -> None:
-        if not 0 <= rank < size:
-            raise ArgumentValueError(f"rank: got {rank}, allowed is 0 to {size - 1}")
+        size, rank = _place(size, rank)
         self._nccl = _nccl()
         self._gpu = gpu
         self.rank = rank
@@ -103,14 +104,29 @@ def _nccl() -> Any:
     return nccl
 
 
+def _place(size: int, rank: int) -> tuple[int, int]:
+    size = in_range("size", size, 1, MOST_RANKS)
+    return size, in_range("rank", rank, 0, size - 1)
+
+
+def check_communicator(communicator: Communicator) -> None:
+    """Raise ArgumentTypeError or ArgumentValueError for what ranks cannot exchange by."""
+    for name in ("rank", "size", "all_gather"):
+        if not hasattr(communicator, name):
+            raise ArgumentTypeError(
+                f"communicator: got {communicator!r}, allowed is a Communicator: it has no {name}"
+            )
+    _place(communicator.size, communicator.rank)
+
+
 def local_blocks(num_blocks: int, rank: int, size: int) -> tuple[int, int]:
     """First block and end of a rank's part of a sequence: contiguous, and equal to within one block.
 
     Raises:
-        ArgumentValueError: no such rank.
+        ArgumentValueError, ArgumentTypeError: no such rank, or no number of blocks.
     """
-    if not 0 <= rank < size:
-        raise ArgumentValueError(f"rank: got {rank}, allowed is 0 to {size - 1}")
+    size, rank = _place(size, rank)
+    num_blocks = in_range("num_blocks", num_blocks, 0, MOST_BLOCKS)
     return num_blocks * rank // size, num_blocks * (rank + 1) // size
 
 
@@ -124,6 +140,7 @@ class RankMerge:
     """
 
     def __init__(self, gpu: Any, communicator: Communicator, like: States) -> None:
+        check_communicator(communicator)
         rows, _, heads, head_dim = like.o.shape
         self._gpu = gpu
         self._communicator = communicator

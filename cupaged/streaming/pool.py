@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupaged import ops
-from cupaged.errors import ArgumentValueError
 from cupaged.formats import CacheLayout
-from cupaged.ops._checks import check_shape, check_size
 from cupaged.pointers import DevicePtr
+from cupaged.streaming.arguments import device_rows, of_format
 from cupaged.streaming.device import Bytes, Device
 from cupaged.streaming.records import RecordLayout
 from cupaged.streaming.store import BlockStore
 
 _STAGING_BYTES = 4 << 20
+_WRITERS = {
+    "bf16": "reshape_and_cache_bf16",
+    "fp8": "reshape_and_cache_fp8",
+    "nvfp4": "reshape_and_cache_nvfp4",
+}
 
 
 class RecordPool:
@@ -42,7 +46,7 @@ class RecordPool:
         count = max(1, _STAGING_BYTES // shape.record_bytes)
         self._staging = device.pinned(count * shape.record_bytes).reshape(count, -1)
         self._copied = device.event()
-        name = f"reshape_and_cache_{shape.layout.format.name}"
+        name = of_format(_WRITERS, shape.layout.format)
         self._write, self._writer = getattr(ops, name), gpu.kernel(name, name)
 
     @property
@@ -77,9 +81,11 @@ class RecordPool:
 
     def _put(self, targets: Sequence[int]) -> None:
         stream = self._gpu.null_stream()
-        for row, record in zip(self._staging, targets, strict=False):
-            self._device.to_device(self._at(record), row, stream)
-        self._gpu.synchronize()
+        try:
+            for row, record in zip(self._staging, targets, strict=False):
+                self._device.to_device(self._at(record), row, stream)
+        finally:
+            self._gpu.synchronize()  # after an error too: the next call writes the staging memory
 
     def download(self, record: int, stream: int) -> Bytes:
         """A record after what is queued on the stream, which this waits for. Valid until the next call."""
@@ -89,14 +95,17 @@ class RecordPool:
         self._copied.synchronize()
         return row
 
-    def check_rows(self, key: Any, value: Any, num_tokens: int) -> None:
-        """Key and value are BF16, contiguous, and hold so many tokens of these heads."""
+    def rows(self, key: Any, value: Any, num_tokens: int, stream: int) -> tuple[DevicePtr, DevicePtr]:
+        """New tokens of K and V that a caller gives, BF16 and contiguous: at least so many of these heads."""
         row = (self._shape.layout.num_kv_heads, self._shape.layout.head_dim)
-        for position, (name, array) in enumerate((("key", key), ("value", value))):
-            self._writer.check_array(position, array)
-            check_tight_rows(name, array, num_tokens, row)
+        return (
+            device_rows(self._gpu, "key", key, "bf16", num_tokens, row, stream),
+            device_rows(self._gpu, "value", value, "bf16", num_tokens, row, stream),
+        )
 
-    def write(self, key: Any, value: Any, slot_mapping: int, num_tokens: int, stream: int) -> None:
+    def write(
+        self, key: DevicePtr, value: DevicePtr, slot_mapping: int, num_tokens: int, stream: int
+    ) -> None:
         """New tokens, contiguous, into slots: record * block_size + offset."""
         layout, pool = self._shape.layout, self._shape.pool
         row = layout.num_kv_heads * layout.head_dim
@@ -117,24 +126,9 @@ class RecordPool:
             "fp8": (self._scales, (pool.cache_stride,), {}),
             "nvfp4": ((), (pool.block_stride_bytes, pool.data_section_bytes), {}),
         }
-        return by_format[pool.format.name]
+        return of_format(by_format, pool.format)
 
 
-def check_tight_rows(name: str, array: Any, count: int, row: tuple[int, int]) -> None:
-    """Raise ArgumentValueError unless an array holds `count` such rows, one right behind the other."""
-    check_shape(name, array, row)
-    check_size(name, array, count * row[0] * row[1])
-    strides, shape = getattr(array, "strides", None), getattr(array, "shape", None)
-    if not strides or not shape or shape[0] < 2:
-        return
-    expected = array.size // shape[0] * array.dtype.itemsize
-    if strides[0] != expected:
-        raise ArgumentValueError(
-            f"{name}: got {strides[0]} bytes between rows, allowed are contiguous rows of {expected}"
-        )
-
-
-def rows_of(gpu: Any, array: Any, row_bytes: int, first: int, count: int) -> DevicePtr:
-    """Rows of a contiguous array, or behind an address."""
-    address = array if type(array) is int else int(gpu.pointer(array))
-    return DevicePtr(address + first * row_bytes, count * row_bytes)
+def row_span(rows: DevicePtr, row_bytes: int, first: int, count: int) -> DevicePtr:
+    """Some of the rows."""
+    return DevicePtr(rows.address + first * row_bytes, count * row_bytes)

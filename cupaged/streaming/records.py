@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import CacheLayout, gather_tokens, write_tokens
+from cupaged.launch import in_range
+from cupaged.ops._checks import check_scale
 from cupaged.pointers import DevicePtr
 
 _ALIGNMENT = 16  # bytes, of what kernels read
@@ -103,9 +105,16 @@ def encode_records(
     Returns:
         Records uint8 ``[ceil(num_tokens / block_size), record_bytes]`` and the tokens in the last of them (0
         without any record). Slots beyond the last token are zero.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: the message names the argument.
     """
     shape = RecordLayout(layout)
     keys, values = np.asarray(key), np.asarray(value)
+    row = (layout.num_kv_heads, layout.head_dim)
+    if keys.ndim != 3 or keys.shape[1:] != row:
+        raise ArgumentValueError(f"key: got shape {keys.shape}, allowed is (n, {row[0]}, {row[1]})")
+    k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
     if keys.shape != values.shape:
         raise ArgumentValueError(f"value: got shape {values.shape}, allowed is that of key, {keys.shape}")
     count = -(-len(keys) // layout.block_size)
@@ -125,8 +134,23 @@ def decode_records(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """The dequantised K and V of records, float32 ``[num_tokens, num_kv_heads, head_dim]`` each."""
+    """The dequantised K and V of records, float32 ``[num_tokens, num_kv_heads, head_dim]`` each.
+
+    Args:
+        layout: of the blocks.
+        records: uint8 ``[n, record_bytes]``.
+        num_tokens: of the first blocks, n * block_size at most.
+        k_scale: FP8 dequantisation scale of K.
+        v_scale: of V.
+    """
     shape = RecordLayout(layout)
+    if not isinstance(records, np.ndarray) or records.dtype != np.uint8:
+        found = getattr(records, "dtype", type(records).__name__)
+        raise ArgumentTypeError(f"records: got {found}, allowed is a NumPy array of uint8")
+    if records.ndim != 2 or records.shape[1] != shape.record_bytes:
+        raise ArgumentValueError(f"records: got shape {records.shape}, allowed is (n, {shape.record_bytes})")
+    num_tokens = in_range("num_tokens", num_tokens, 0, len(records) * layout.block_size)
+    k_scale, v_scale = check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
     key, value = shape.halves(np.ascontiguousarray(records))
     table = np.arange(len(records))
     return (

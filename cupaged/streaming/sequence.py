@@ -15,12 +15,15 @@ class StreamedSequence:
         store: the complete blocks.
         tail_record: record of the decoder's GPU pool that holds the tail.
         tail_tokens: tokens in it, fewer than block_size.
+        kept_tokens: how many of these the store has kept as its tail.
         resident: records of the GPU pool that hold the first blocks of the store.
+        closed: whether the decoder has given it up.
     """
 
     store: BlockStore
     tail_record: int
     tail_tokens: int = 0
+    kept_tokens: int = 0
     resident: list[int] = field(default_factory=list)
     closed: bool = False
 

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cupaged import ops
 from cupaged.errors import ArgumentValueError
 from cupaged.formats import CacheLayout, paged_strides
-from cupaged.ops._checks import check_scale, check_shape, check_size
+from cupaged.ops._checks import check_scale
 from cupaged.pointers import DevicePtr
 from cupaged.registry.rules import gqa_ratio
 from cupaged.registry.tiled import resident_blocks
+from cupaged.streaming.arguments import of_format
 
 _MAX_SPLITS = 128
+_STEPS = {
+    "bf16": "paged_decode_attn_tiled",
+    "fp8": "paged_decode_attn_tiled_fp8",
+    "nvfp4": "paged_decode_attn_tiled_nvfp4",
+}
+_HAS_SCALES = {"bf16": False, "fp8": True, "nvfp4": False}  # as the step of the format takes them
 
 
 def check_scales(name: str, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
     """Both scales for an FP8 cache, none for another.
 
     Raises:
-        ArgumentValueError: otherwise.
+        ArgumentValueError: otherwise, or a format that streaming does not know.
     """
-    if name != "fp8":
+    if not of_format(_HAS_SCALES, name):
         if k_scale is not None or v_scale is not None:
             raise ArgumentValueError(
                 f"k_scale, v_scale: got {k_scale}, {v_scale}; streaming takes them for an fp8 cache alone, "
@@ -33,6 +42,11 @@ def check_scales(name: str, k_scale: float | None, v_scale: float | None) -> tup
             f"k_scale, v_scale: got {k_scale}, {v_scale}; an fp8 cache needs both, as it was written"
         )
     return check_scale("k_scale", k_scale), check_scale("v_scale", v_scale)
+
+
+def same_scales(written: tuple[float, float], own: tuple[float, float]) -> bool:
+    """Whether two pairs of scales are the same to a kernel, which takes them as float32."""
+    return np.array_equal(np.array(written, np.float32), np.array(own, np.float32))
 
 
 class States:
@@ -57,9 +71,9 @@ class States:
         return self.m, self.l, self.o
 
     def clear(self, num_rows: int, stream: int) -> None:
-        """Nothing seen yet, in the first rows: l and o are 0, m the lowest finite figure.
+        """Nothing seen yet, in the first rows: l and o are 0, m is -1.7e38, lower than any score.
 
-        Its bytes are all 0xFE: -1.7e38, which any score replaces, and e^(m - score) is 0.
+        Its bytes are all 0xFE. Any score replaces it, and e^(m - score) is 0.
         """
         for array, byte in ((self.m, 0xFE), (self.l, 0), (self.o, 0)):
             size = array[:num_rows].nbytes
@@ -102,8 +116,7 @@ class Step:
         self._layout = layout
         self.num_q_heads = num_q_heads
         self._ratio = gqa_ratio(num_q_heads, layout.num_kv_heads)
-        suffix = "" if layout.format.name == "bf16" else f"_{layout.format.name}"
-        name = f"paged_decode_attn_tiled{suffix}"
+        name = of_format(_STEPS, layout.format)
         self._launch = getattr(ops, name)
         self._kernel = gpu.kernel(name, name)
         self._merge = gpu.kernel("paged_decode_attn_tiled", "attention_merge_states")
@@ -120,25 +133,20 @@ class Step:
         """States of a sequence with which a step of `num_seqs` sequences fills the GPU once."""
         return max(1, min(_MAX_SPLITS, self._resident // (num_seqs * self._layout.num_kv_heads)))
 
-    def check_query(self, q: Any, num_rows: int) -> None:
-        """q is BF16 and has so many rows."""
-        self._kernel.check_array(0, q)
-        check_shape("q", q, (self.num_q_heads, self._layout.head_dim))
-        check_size("q", q, num_rows * self.num_q_heads * self._layout.head_dim)
-
     def _stride_arguments(self, k_scale: float, v_scale: float) -> tuple[int | float, ...]:
         layout = self._layout
-        if layout.format.name == "nvfp4":
-            return (layout.block_stride_bytes, layout.data_section_bytes)
-        _, token, head = paged_strides(layout.num_kv_heads, layout.head_dim, layout.block_size)
-        strides = (layout.cache_stride, token, head)
-        return (*strides, k_scale, v_scale) if layout.format.name == "fp8" else strides
+        if layout.format.has_scale_section:
+            strides: tuple[int, ...] = (layout.block_stride_bytes, layout.data_section_bytes)
+        else:
+            _, token, head = paged_strides(layout.num_kv_heads, layout.head_dim, layout.block_size)
+            strides = (layout.cache_stride, token, head)
+        return (*strides, k_scale, v_scale) if of_format(_HAS_SCALES, layout.format) else strides
 
     def fold(
         self,
         q: DevicePtr,
-        k_pool: DevicePtr,
-        v_pool: DevicePtr,
+        k_pool: Any,
+        v_pool: Any,
         num_blocks: int,
         table: int,
         counts: int,

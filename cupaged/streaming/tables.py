@@ -49,8 +49,8 @@ class UploadBuffer:
         if content.nbytes > self._host.size:
             self._gpu.synchronize()  # what is replaced may still be read
             size = max(4096, 2 * content.nbytes)
-            self._host = self._device.pinned(size)
-            self._memory = self._gpu.empty(size, "uint8")
+            host, memory = self._device.pinned(size), self._gpu.empty(size, "uint8")
+            self._host, self._memory = host, memory  # both or neither: where one is missing, neither is used
         address = int(self._gpu.pointer(self._memory))
         host = self._host[: content.nbytes]
         host[...] = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
@@ -89,6 +89,7 @@ class Tables:
             for row, sequence in zip(table, sequences, strict=True):
                 row[: len(sequence.resident)] = sequence.resident
                 row[len(sequence.resident)] = sequence.tail_record
+            self.forget()  # where `put` fails, what the old address holds is not known
             self._address = self._table.put(table, stream)
             self._uploaded = key
         valid = np.where(tails > 0, tails, block_size).astype(np.int32)

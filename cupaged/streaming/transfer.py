@@ -1,6 +1,6 @@
 """The pipeline: tiles travel through scratch slots, copied on one stream while another computes.
 
-    read (threads)   | tile 2 -> staging 2 | tile 3 -> staging 0 | ...          only for blocks in files
+    read (threads)   | tile 2 -> staging 2 | tile 3 -> staging 3 | ...          only for blocks in files
     copy stream      | tile 1 -> slot 1    | tile 2 -> slot 2    | ...
     compute stream   | step on slot 0      | step on slot 1      | ...
 
@@ -138,7 +138,7 @@ class Pipeline:
         reads: dict[int, list[Future[None]]] = {}
         try:
             for number in range(min(slots, len(tiles))):
-                reads[number] = self._read_ahead(tiles[number], self.slots[number % slots], stores)
+                self._read_ahead(reads.setdefault(number, []), tiles[number], self.slots[number], stores)
             for number, tile in enumerate(tiles):
                 slot = self.slots[number % slots]
                 slot.done.synchronize()
@@ -146,17 +146,20 @@ class Pipeline:
                 for read in reads[number]:
                     read.result()
                 del reads[number]
-                times = self._times(tile, trace)
+                times = None if trace is None else self._times(tile)
                 self._copy(tile, slot, stores, times)
                 slot.copied.wait(stream)
                 if times:
                     times.step_begin.record(stream)
                 compute(tile, slot)
                 slot.done.record(stream)
-                if times:
+                if times and trace is not None:
                     times.step_end.record(stream)
+                    trace.tiles.append(times)  # whole: events that were never recorded have no time
                 if number + slots < len(tiles):
-                    reads[number + slots] = self._read_ahead(tiles[number + slots], slot, stores)
+                    self._read_ahead(
+                        reads.setdefault(number + slots, []), tiles[number + slots], slot, stores
+                    )
         finally:
             for futures in reads.values():
                 for future in futures:
@@ -176,38 +179,42 @@ class Pipeline:
             self._threads.shutdown()
             self._threads = None
 
-    def _times(self, tile: Tile, trace: Trace | None) -> TileTimes | None:
-        if trace is None:
-            return None
+    def _times(self, tile: Tile) -> TileTimes:
         begin, end, first, last = (self._device.event(timing=True) for _ in range(4))
-        times = TileTimes(tile.num_blocks * self._shape.record_bytes, begin, end, first, last)
-        trace.tiles.append(times)
-        return times
+        return TileTimes(tile.num_blocks * self._shape.record_bytes, begin, end, first, last)
 
     def _copy(self, tile: Tile, slot: Slot, stores: Sequence[BlockStore], times: TileTimes | None) -> None:
-        device, stream, size = self._device, self._copy_stream, self._shape.record_bytes
+        device, stream = self._device, self._copy_stream
         if times:
             times.copy_begin.record(stream)
         table, counts = tile.table()
         host = slot.host_table[: 4 * (table.size + counts.size)]
         host.view(np.int32)[: table.size] = table.reshape(-1)
         host.view(np.int32)[table.size :] = counts
-        device.to_device(slot.table, host, stream)
+        try:
+            device.to_device(slot.table, host, stream)
+            self._copy_runs(tile, slot, stores)
+        finally:
+            slot.copied.record(stream)  # after an error too: `drain` must wait for what is queued
+        if times:
+            times.copy_end.record(stream)
+
+    def _copy_runs(self, tile: Tile, slot: Slot, stores: Sequence[BlockStore]) -> None:
+        size = self._shape.record_bytes
         begin = 0
         for run in tile.runs:
             source = stores[run.seq].pinned(run.first, run.count)
             if source is None:
                 assert slot.staging is not None
                 source = slot.staging[begin * size : (begin + run.count) * size]
-            device.to_device(slot.records + begin * size, source, stream)
+            self._device.to_device(slot.records + begin * size, source, self._copy_stream)
             begin += run.count
-        slot.copied.record(stream)
-        if times:
-            times.copy_end.record(stream)
 
-    def _read_ahead(self, tile: Tile, slot: Slot, stores: Sequence[BlockStore]) -> list[Future[None]]:
-        """Begin to read what is in files, into the slot's staging memory."""
-        futures: list[Future[None]] = []
+    def _read_ahead(
+        self, futures: list[Future[None]], tile: Tile, slot: Slot, stores: Sequence[BlockStore]
+    ) -> None:
+        """Begin to read what is in files, into the slot's staging memory. Where this raises, `futures` has
+        the reads that had begun."""
         size = self._shape.record_bytes
         step = max(1, _READ_BYTES // size)
         begin = 0
@@ -221,7 +228,6 @@ class Pipeline:
                     target = slot.staging[(begin + at) * size : (begin + at + count) * size]
                     futures.append(self._submit(store, run.first + at, target, slot.copied))
             begin += run.count
-        return futures
 
     def _submit(self, store: BlockStore, first: int, target: Bytes, free: Event) -> Future[None]:
         if self._threads is None:

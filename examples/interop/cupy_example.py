@@ -1,11 +1,15 @@
 """CuPy arrays in, a CuPy array out: `python -m examples.interop.cupy_example` (needs a GPU)."""
 
-import cupy
 import ml_dtypes
 import numpy as np
 
 from cupaged import CupyBackend
 from examples.interop.problem import check, decode, make_problem
+
+try:
+    import cupy
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}; this example needs it: pip install '.[cuda12]'") from None
 
 problem = make_problem()
 gpu = CupyBackend()

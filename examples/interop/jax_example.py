@@ -3,13 +3,17 @@
 On a GPU where JAX has one, else on its CPU arrays through the emulator.
 """
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from cupaged import CupyBackend, EmulatorBackend
 from cupaged.interop import stream_memory
 from examples.interop.problem import check, decode, make_problem
+
+try:
+    import jax
+    import jax.numpy as jnp
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}; this example needs it: pip install '.[interop]'") from None
 
 problem = make_problem()
 gpu = CupyBackend() if jax.default_backend() == "gpu" else EmulatorBackend()

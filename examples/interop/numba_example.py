@@ -2,10 +2,14 @@
 
 import ml_dtypes
 import numpy as np
-from numba import cuda
 
 from cupaged import CupyBackend
 from examples.interop.problem import check, decode, make_problem
+
+try:
+    from numba import cuda
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}; this example needs it: pip install '.[interop]'") from None
 
 problem = make_problem()
 gpu = CupyBackend()

@@ -4,10 +4,14 @@ The package never imports torch. On a GPU where torch has one, else on CPU tenso
 """
 
 import numpy as np
-import torch
 
 from cupaged import CupyBackend, EmulatorBackend
 from examples.interop.problem import check, decode, make_problem
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}; this example needs it: pip install '.[interop]'") from None
 
 problem = make_problem()
 on_gpu = torch.cuda.is_available()

@@ -6,7 +6,7 @@ import abc
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cupaged import ops
 from cupaged.backends.base import GpuBackend
@@ -27,15 +27,29 @@ class Pools:
         keys: pool of ``CacheLayout.pool_shape``.
         values: as ``keys``.
         num_blocks: blocks in each.
-        k_scale: FP8 dequantisation scale of the keys; 1 for other formats.
+        k_scale: dequantisation scale of the keys, of a format that needs one; None until it is known.
         v_scale: of the values.
     """
 
     keys: Any
     values: Any
     num_blocks: int
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: float | None = None
+    v_scale: float | None = None
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """k_scale and v_scale, for the launchers of a format that needs them.
+
+        Raises:
+            ValueError: one is not known yet.
+        """
+        if self.k_scale is None or self.v_scale is None:
+            raise ValueError(
+                f"k_scale and v_scale: got {self.k_scale} and {self.v_scale}; this format needs both "
+                "(`PagedCache.store_prompt` takes them from the prompt)"
+            )
+        return self.k_scale, self.v_scale
 
 
 @dataclass(frozen=True)
@@ -71,10 +85,21 @@ class CacheKernels(abc.ABC):
         layout: of the pools.
         num_q_heads: query heads, a multiple of the layout's KV heads.
         stream: stream of every launch.
+
+    Attributes:
+        headroom: of a format that needs scales: how many times the largest magnitude of the prompt must
+            still fit, at least 1.
+
+    Raises:
+        TypeError: the format needs scales and the class says no headroom.
     """
+
+    headroom: ClassVar[float | None] = None
 
     def __init__(self, gpu: GpuBackend, layout: CacheLayout, num_q_heads: int, stream: Any) -> None:
         name = layout.format.name
+        if layout.format.needs_scale and self.headroom is None:
+            raise TypeError(f"{type(self).__name__}.headroom: got None; {name} needs scales, and so a number")
         reduce = "paged_decode_attn_reduce_nvfp4" if name == "nvfp4" else "paged_decode_attn_reduce_fp8"
         decode = f"paged_decode_attn_{name}"
         self.gpu, self.layout, self.num_q_heads, self.stream = gpu, layout, num_q_heads, stream
@@ -207,23 +232,28 @@ class Bf16Kernels(CacheKernels):
 class Fp8Kernels(CacheKernels):
     """FP8 cache: one dequantisation scale for all keys of a layer and one for all its values."""
 
+    # Tokens to come may be larger than those seen, the more so the fewer there were, and what exceeds 448
+    # times the scale is cut off. E4M3 is a floating-point format: three of its 15 normal binades kept free
+    # above the largest value seen cost no precision, only the smallest values.
+    headroom = 8.0
+
     def _write(self, key: Any, value: Any, pools: Pools, slots: Any, shape: Shape, stride: int) -> None:
         ops.reshape_and_cache_fp8(
             self.gpu, self.writer, key, value, pools.keys, pools.values, slots,
-            *shape, pools.k_scale, pools.v_scale, stride, stride, self.layout.cache_stride, self.stream,
+            *shape, *pools.scales, stride, stride, self.layout.cache_stride, self.stream,
         )  # fmt: skip
 
     def _single_pass(self, q: Any, pools: Pools, out: Any, lookup: Lookup) -> None:
         ops.paged_decode_attn_fp8(
             self.gpu, self.single_pass, *self._paged(q, pools, out, lookup), lookup.num_seqs, *self._heads,
-            pools.k_scale, pools.v_scale, self._q_stride, self.layout.cache_stride, NO_WINDOW, self.stream,
+            *pools.scales, self._q_stride, self.layout.cache_stride, NO_WINDOW, self.stream,
             num_blocks=pools.num_blocks,
         )  # fmt: skip
 
     def _split_k(self, q: Any, pools: Pools, out: Any, lookup: Lookup, num_splits: int) -> None:
         ops.paged_decode_attn_splitk_fp8(
             self.gpu, self.split_k, *self._paged(q, pools, out, lookup), *self._heads, num_splits,
-            pools.k_scale, pools.v_scale, self._q_stride, self.layout.cache_stride, lookup.num_seqs,
+            *pools.scales, self._q_stride, self.layout.cache_stride, lookup.num_seqs,
             NO_WINDOW, self.stream, num_blocks=pools.num_blocks,
         )  # fmt: skip
 

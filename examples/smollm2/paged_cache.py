@@ -13,7 +13,7 @@ from cupaged.formats import CacheLayout, cache_format
 from examples.smollm2.bf16 import from_bf16, to_bf16
 from examples.smollm2.cache_kernels import KERNELS, CacheKernels, Lookup, Pools
 from examples.smollm2.device import Device
-from examples.smollm2.fp8_scales import fp8_scales
+from examples.smollm2.scales import absmax_scales
 from examples.smollm2.weights import ModelConfig
 
 BLOCK_SIZE = 16  # tokens
@@ -113,7 +113,7 @@ class PagedCache:
     Args:
         device: where the pools live.
         config: of the model.
-        format_name: ``"bf16"``, ``"fp8"`` or ``"nvfp4"``.
+        format_name: one of `KERNELS`.
         max_tokens: longest sequence the pools have room for.
     """
 
@@ -137,21 +137,22 @@ class PagedCache:
         return 2 * self.layout.bytes_per_token * len(self.pools)
 
     def store_prompt(self, layers: Sequence[LayerTokens]) -> None:
-        """Write the first tokens of the sequence; an FP8 cache takes its scales from them.
+        """Write the first tokens of the sequence; a cache that needs scales takes them from these.
 
         Raises:
             CacheFullError: the pool is too small.
         """
-        if self.layout.format.name == "fp8":
-            self._calibrate(layers)
+        largest, headroom = self.layout.format.largest, self._kernels.headroom
+        if largest is not None and headroom is not None:  # `CacheKernels` sees to it that both are given
+            self._calibrate(layers, largest, headroom)
         slots = self._extend(len(layers[0].key))
         for tokens, pools in zip(layers, self.pools, strict=True):
             self._kernels.write(tokens.key, tokens.value, pools, slots)
 
-    def _calibrate(self, layers: Sequence[LayerTokens]) -> None:
-        stream = self._kernels.stream
-        k_scales = fp8_scales(self.gpu, [tokens.key for tokens in layers], stream)
-        v_scales = fp8_scales(self.gpu, [tokens.value for tokens in layers], stream)
+    def _calibrate(self, layers: Sequence[LayerTokens], largest: float, headroom: float) -> None:
+        tensors = [tokens.key for tokens in layers] + [tokens.value for tokens in layers]
+        scales = absmax_scales(self.gpu, tensors, largest, headroom, self._kernels.stream)
+        k_scales, v_scales = scales[: len(layers)], scales[len(layers) :]
         self.pools = [
             replace(pools, k_scale=k_scale, v_scale=v_scale)
             for pools, k_scale, v_scale in zip(self.pools, k_scales, v_scales, strict=True)

@@ -7,16 +7,12 @@
 // moving both to the larger reference. An empty set is m = EMPTY_REFERENCE, l = 0, o = 0: finite, so
 // that no -inf minus -inf can arise; outside the kernels it is written as -inf.
 #pragma once
+#include "numeric/f32.cuh"
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float EMPTY_REFERENCE = -3.0e38f;
-constexpr float FLOAT_MAX = 3.4028234663852886e38f;
-constexpr float FLOAT_MIN = 1.1754943508222875e-38f;  // smallest with all its bits
-
-DEVICE float negative_infinity() { return __uint_as_float(0xff800000u); }
-DEVICE float quiet_nan() { return __uint_as_float(0x7fc00000u); }
 
 // Within 1e-7 of tanh(x), absolutely.
 DEVICE float tanh_of(float x) {

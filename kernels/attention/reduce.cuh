@@ -20,13 +20,16 @@ struct SplitSum {
     SplitSum sum = {SoftmaxState::empty(), {}};
     for (u32 first = 0; first < num_splits; first += AT_ONCE) {
       float2 m_l[AT_ONCE], o[AT_ONCE][LANE_PAIRS];
-    UNROLL for (int i = 0; i < AT_ONCE; i++) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
         const float* row = splits + static_cast<u64>(min(first + i, num_splits - 1)) * ROW;
         m_l[i] = *reinterpret_cast<const float2*>(row + HEAD_DIM);
-        UNROLL for (int p = 0; p < LANE_PAIRS; p++)
+#pragma unroll
+        for (int p = 0; p < LANE_PAIRS; p++)
           if (pair(p) < PAIRS) o[i][p] = *reinterpret_cast<const float2*>(row + 2 * pair(p));
       }
-      UNROLL for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++)
         if (first + i < num_splits) sum.add(SoftmaxState::from_natural(m_l[i].x, m_l[i].y), o[i]);
     }
     return sum;

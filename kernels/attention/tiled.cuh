@@ -3,6 +3,10 @@
 //
 // A sequence has num_splits states, each of which takes its own contiguous part of every tile: one long
 // sequence then keeps the whole GPU busy. `merge_states` makes one state of them in the end.
+//
+// Two things are called tile. A tile of blocks (tile_blocks, tile_tokens, tile_m) is what one launch
+// takes of a sequence; a tile of tokens (TILE_TOKENS, WARP_TILES, PooledTiles) is 16 of them, a warp's
+// work.
 #pragma once
 #include "attention/block_attention.cuh"
 

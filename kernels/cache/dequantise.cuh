@@ -9,13 +9,6 @@
 
 constexpr int READ_GROUP = 16;
 
-// One code (the low four bits) to float, exactly.
-DEVICE float e2m1_to_float(u32 code) {
-  // The magnitude's fields placed at the float's: value * 2^-126.
-  const float scaled = __uint_as_float(((code & 8u) << 28) | ((code & 7u) << 22));
-  return __fmul_rn(scaled, __uint_as_float(0x7e800000u) /* 2^126 */);
-}
-
 struct Bf16Values {
   static constexpr int DATA_BYTES = 2 * READ_GROUP;
 

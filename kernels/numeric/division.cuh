@@ -45,7 +45,8 @@ DEVICE float without_extremes(u32 (&pairs)[PAIRS], float divisor) {
   for (int n = 0; n < PAIRS; n++) {
     const u32 pair = pairs[0];
     const float low = __fdiv_rn(bf16x2_low(pair), divisor), high = __fdiv_rn(bf16x2_high(pair), divisor);
-  UNROLL for (int i = 0; i + 1 < PAIRS; i++) pairs[i] = pairs[i + 1];
+#pragma unroll
+    for (int i = 0; i + 1 < PAIRS; i++) pairs[i] = pairs[i + 1];
     pairs[PAIRS - 1] = signed_odd_pair(low, high, pair);
   }
   return 1.0f;

@@ -32,6 +32,13 @@ DEVICE u32 bf16x8_to_e2m1(const u32 (&pairs)[4], float factor) {
   return ptx::bit_select(high, low, 0xf0f0f0f0u);
 }
 
+// One code (the low four bits) to float, exactly.
+DEVICE float e2m1_to_float(u32 code) {
+  // The magnitude's fields placed at the float's: value * 2^-126.
+  const float scaled = __uint_as_float(((code & 8u) << 28) | ((code & 7u) << 22));
+  return __fmul_rn(scaled, __uint_as_float(0x7e800000u) /* 2^126 */);
+}
+
 // Multipliers that the compiler must not know. Multiplying by them shifts on the multiply-add pipe; it
 // would turn a known power of two into a shift on the integer pipe, which is the busier one here.
 __constant__ u32 SHIFT_MULTIPLIERS[3] = {2, 16, 256};

@@ -1,6 +1,7 @@
 // E4M3 (OCP FP8, "fn"): 1 sign, 4 exponent bits (bias 7), 3 mantissa bits; largest 448; no infinities;
 // 0x7F and 0xFF are NaN.
 #pragma once
+#include "numeric/f32.cuh"
 #include "ptx.cuh"
 
 // Round to nearest even, saturating (infinities too); NaN becomes 0x7F or 0xFF.
@@ -46,7 +47,7 @@ DEVICE u32 e4m3x2_to_f16x2(u32 codes) {
 // One code to float, exactly.
 DEVICE float e4m3_to_float(u32 code) {
   const u32 magnitude = code & 0x7fu;
-  if (magnitude == 0x7fu) return __uint_as_float(0x7fc00000u);
+  if (magnitude == 0x7fu) return quiet_nan();
   // The code's fields placed at the float's: value * 2^-120.
   const float scaled = __uint_as_float(((code & 0x80u) << 24) | (magnitude << 20));
   return __fmul_rn(scaled, __uint_as_float(0x7b800000u) /* 2^120 */);

@@ -88,15 +88,15 @@ struct RingLoop {
   DEVICE Query load_query(u32 seq) const {
     Query query = {seq, {}};
     if constexpr (QUERY_AHEAD) {
-    UNROLL for (int t = 0; t < Warp::ROW_TILES; t++) query.row[t] = load_row(seq, t);
+#pragma unroll
+      for (int t = 0; t < Warp::ROW_TILES; t++) query.row[t] = load_row(seq, t);
     }
     return query;
   }
 
   // This piece's state, complete over the block and held by the warps of token position 0. False where a
   // block of the sequence was outside the pool.
-  DEVICE bool attend(Warp& warp, Progress& progress, const Query& query,
-                     const Cursor& cursor) const {
+  DEVICE bool attend(Warp& warp, Progress& progress, const Query& query, const Cursor& cursor) const {
     ScoreRule rule = inputs.score;
     if (inputs.k_scales != nullptr) rule.scale *= inputs.k_scales[Shape::kv_head()];
     warp.begin(

@@ -104,7 +104,8 @@ struct PartMerge {
       float2 state[BATCH];
       float4 o[BATCH];
       float target = total.state.reference;
-    UNROLL for (int b = 0; b < BATCH; b++) {
+#pragma unroll
+      for (int b = 0; b < BATCH; b++) {
         const u32 index = begin + b * parts_at_once();
         const bool exists = index < sharers.count;
         const u32 slot = sharers.slot_of(exists ? index : begin);
@@ -114,7 +115,8 @@ struct PartMerge {
         target = fmaxf(target, state[b].x);
       }
       total.scale_o(total.state.move_to(target));
-      UNROLL for (int b = 0; b < BATCH; b++) {
+#pragma unroll
+      for (int b = 0; b < BATCH; b++) {
         const float weight = ptx::exp2_approx(state[b].x - target);
         total.state.sum += weight * state[b].y;
         total.add_o(o[b], weight);
@@ -123,8 +125,8 @@ struct PartMerge {
     return total;
   }
 
-  // Block number `index` of the sequence's sharers does its share of the items, an equal and contiguous one,
-  // by the team's warps. With ITEM_WARPS > 1 the team is the whole block and every thread calls it.
+  // Block number `index` of the sequence's sharers does its share of the items, an equal and contiguous
+  // one, by the team's warps. With ITEM_WARPS > 1 the team is the whole block and every thread calls it.
   DEVICE void run(u32 index, Team team, Shared* shared) const {
     const u32 items = RingShape<Spec>::SLICE_ROWS * chunks();
     const int item_warp = team.warp % ITEM_WARPS;
@@ -133,18 +135,21 @@ struct PartMerge {
 #pragma unroll 1
     for (u32 base = first + team.warp / ITEM_WARPS; base < end; base += AT_ONCE * stride) {
       PartSum sum[AT_ONCE];
-      UNROLL for (int i = 0; i < AT_ONCE; i++) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
         const Item item = item_at(base + i * stride, end);
         const u32 own = lane() / static_cast<u32>(column_lanes) + 32 / NARROW * item_warp;
         sum[i] = item.exists ? gather(own, item.row, item.dim) : PartSum::empty();
       }
-      UNROLL for (int i = 0; i < AT_ONCE; i++) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
         const Item item = item_at(base + i * stride, end);
 #pragma unroll 1
         for (int distance = column_lanes; distance < 32; distance *= 2) sum[i].merge_lane(distance);
         if constexpr (ITEM_WARPS > 1) {
           if (lane() < NARROW) shared->o[team.warp][column()] = sum[i].o;
-          if (lane() == 0) shared->state[team.warp] = make_float2(sum[i].state.reference, sum[i].state.sum);
+          if (lane() == 0)
+            shared->state[team.warp] = make_float2(sum[i].state.reference, sum[i].state.sum);
           __syncthreads();
           if (item_warp == 0 && lane() < NARROW) sum[i] = combine(*shared, team.warp, column());
           __syncthreads();
@@ -162,7 +167,8 @@ struct PartMerge {
   };
 
   DEVICE Item item_at(u32 item, u32 end) const {
-    const int row = static_cast<int>(column_lanes == WIDE ? item / chunks_of(WIDE) : item / chunks_of(NARROW));
+    const int row =
+        static_cast<int>(column_lanes == WIDE ? item / chunks_of(WIDE) : item / chunks_of(NARROW));
     const int chunk = static_cast<int>(item - row * chunks());
     const int dim = 4 * (chunk * column_lanes + column());
     return {row, dim, item < end && dim < HEAD_DIM && QueryRowIndex<Spec>::in_slice(row)};

@@ -29,6 +29,8 @@
 #define SPEC_JOINED 0  // an image's values and scales follow each other in the pool
 #endif
 
+constexpr int LATENCY_LEVELS = 4;  // the last is for the smallest batches
+
 DEVICE constexpr int greatest_common_divisor(int a, int b) {
   return b == 0 ? a : greatest_common_divisor(b, a % b);
 }
@@ -73,7 +75,7 @@ struct RingSpec {
   static constexpr int FILL_DELAY = SPEC_FILL_DELAY;
   static constexpr int SEQUENCE_COST = SPEC_SEQUENCE_COST;
   static constexpr int BLOCKS_PER_SM = SPEC_BLOCKS_PER_SM;
-  static constexpr bool SHORT = SPEC_LATENCY == 3;
+  static constexpr bool SHORT = SPEC_LATENCY == LATENCY_LEVELS - 1;
 
   static constexpr int NUM_Q_HEADS = NUM_KV_HEADS * GQA_RATIO;
   static constexpr int HEAD_ROWS = GQA_RATIO * QUERY_TOKENS;  // query rows of a KV head

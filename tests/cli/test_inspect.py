@@ -164,6 +164,13 @@ def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ids", ["99999999999999", "1,-2", "1,,2", ""])
+def test_ids_that_no_table_holds(ids: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=str(USAGE)):
+        cli.main(["inspect", "--table", ids])
+    assert f"got {ids!r}, allowed are block ids up to 2147483647" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -185,4 +192,4 @@ def test_a_layout_that_no_kernel_takes(
     assert captured.out
     warnings = captured.err.splitlines()
     assert len(warnings) == bool(message)
-    assert all(line.startswith(f"warning: no kernel takes this layout: {message}") for line in warnings)
+    assert all(line.startswith(f"warning: no kernel takes this layout: its {message}") for line in warnings)

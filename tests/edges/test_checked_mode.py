@@ -234,13 +234,24 @@ def test_outputs_that_share_memory_with_an_input(rig: Rig, other: str, by: str) 
 def test_neighbours_do_not_share_memory(rig: Rig) -> None:
     up = upload_case(rig, random_case(BF16, [40, 3], Shape(4, 2, 64, 16)))
     rows = 2 * 4 * 64
-    both = rig.gpu.zeros(2 * rows, np.uint16)
-    both[:rows] = rig.upload(up.case.q).reshape(-1)
-    begin = rig.gpu.pointer(both)
+    three = rig.gpu.zeros(3 * rows, np.uint16)
+    three[rows : 2 * rows] = rig.upload(up.case.q).reshape(-1)
+    q = rig.gpu.pointer(three) + 2 * rows
+    given = arguments(up) | {"q": q}
     with checked_mode():
-        call(rig, "paged_decode_attn_bf16", **arguments(up) | {"q": begin}, output=begin + 2 * rows)
-        with pytest.raises(CheckedModeError, match="share memory with q"):
-            call(rig, "paged_decode_attn_bf16", **arguments(up) | {"q": begin}, output=begin + 2 * rows - 16)
+        for side in (-1, 1):
+            call(rig, "paged_decode_attn_bf16", **given, output=q + side * 2 * rows)
+            with pytest.raises(CheckedModeError, match="share memory with q"):
+                call(rig, "paged_decode_attn_bf16", **given, output=q + side * (2 * rows - 16))
+
+
+def test_a_pool_of_unknown_size_has_its_first_block(rig: Rig) -> None:
+    up = upload_case(rig, random_case(BF16, [40, 3], Shape(4, 2, 64, 16)))
+    pools = {"k_cache": rig.gpu.pointer(up.k.array), "v_cache": rig.gpu.pointer(up.v.array)}
+    given = arguments(up) | pools | {"num_blocks": None}
+    for name, begin in pools.items():
+        with checked_mode(), pytest.raises(CheckedModeError, match=f"share memory with {name}"):
+            call(rig, "paged_decode_attn_bf16", **given, output=begin + 16)
 
 
 def test_a_writers_pool_that_shares_memory_with_its_source(rig: Rig) -> None:

@@ -201,7 +201,7 @@ def test_every_group_has_its_own_scale(rig: Rig, path: str, block_size: int) -> 
 @quantised
 def test_scales_that_are_refused(rig: Rig, path: str, name: str, bad: Any) -> None:
     up = upload_case(rig, random_case(FP8, [5]))
-    with pytest.raises(ArgumentValueError, match=f"{name} is"):
+    with pytest.raises(ArgumentValueError, match=f"{name}: got"):
         run_uploaded(up, path, **{name: bad})
 
 

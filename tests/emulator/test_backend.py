@@ -6,6 +6,7 @@ import gc
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -154,6 +155,7 @@ def test_constructor_types() -> None:
 def test_identity(fifo: EmulatorBackend) -> None:
     assert (fifo.name, fifo.arch, fifo.num_sms) == ("emulator", "emulator", 4)
     assert EmulatorBackend(num_sms=9).num_sms == 9
+    assert type(EmulatorBackend(num_sms=np.int64(9)).num_sms) is int
 
 
 class OnAGpu:
@@ -186,9 +188,16 @@ def test_pointers(fifo: EmulatorBackend) -> None:
 def test_streams(fifo: EmulatorBackend) -> None:
     assert fifo.null_stream() == 0
     assert [fifo.stream_handle(s) for s in (0, 5, StreamProtocol(), StreamWithPtr())] == [0, 5, 77, 78]
-    for wrong in (None, True, "0", 1.0):
+    for wrong in (None, True, "0", 1.0, SimpleNamespace(ptr=True), SimpleNamespace(ptr=1.5)):
         with pytest.raises(ArgumentTypeError, match="stream"):
             fifo.stream_handle(wrong)
+    for given in (5, (0,), (0, "x"), (0, 1.5), (0, 1, 2)):
+        with pytest.raises(ArgumentTypeError, match=r"^stream: got .* whose __cuda_stream__ gives"):
+            fifo.stream_handle(SimpleNamespace(__cuda_stream__=given))
+    for number in (-3, 2**64):
+        for stream in (number, SimpleNamespace(ptr=number), SimpleNamespace(__cuda_stream__=(0, number))):
+            with pytest.raises(ArgumentValueError, match=f"^stream: got {number}, a handle is 0 to"):
+                fifo.stream_handle(stream)
     with pytest.raises(ArgumentValueError, match="stream: got -1"):
         fifo.stream_handle(-1)
     fifo.synchronize()

@@ -47,3 +47,15 @@ def test_with_a_gpu(library: str) -> None:
 def test_with_or_without_a_gpu(library: str) -> None:
     needs(library)
     assert "relative error" in run(f"{library}_example")
+
+
+@pytest.mark.parametrize("library", ["cupy", "jax", "numba", "torch"])
+def test_a_missing_library_is_named_with_its_command(library: str) -> None:
+    """None in sys.modules is how Python says that there is no such module."""
+    module = f"examples.interop.{library}_example"
+    code = f"import sys, runpy; sys.modules[{library!r}] = None; runpy.run_module({module!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert library in done.stderr
+    assert "pip install '.[" in done.stderr

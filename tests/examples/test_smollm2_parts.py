@@ -13,12 +13,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupaged.formats import decode_e4m3, dequantize_nvfp4, encode_e4m3, quantize_nvfp4
+from cupaged.formats import (
+    decode_e4m3,
+    dequantize_nvfp4,
+    encode_e4m3,
+    quantize_nvfp4,
+)
 from examples.smollm2 import weights
 from examples.smollm2.bf16 import from_bf16, to_bf16
 from examples.smollm2.dense_reference import dense_logits, rotate_halves, unpermute_rows
 from examples.smollm2.device import Device, choose_device
-from examples.smollm2.evaluate import evaluate, forced_run
 from examples.smollm2.generate import Session, generate, sample
 from examples.smollm2.model import Transformer, causal_attention
 from examples.smollm2.paged_cache import (
@@ -30,75 +34,8 @@ from examples.smollm2.paged_cache import (
     choose_num_splits,
 )
 from examples.smollm2.tokenizer import ChatTokenizer
-from examples.smollm2.weights import Checkpoint, ModelConfig, load_checkpoint
-
-CONFIG = ModelConfig(
-    name="tiny",
-    num_layers=2,
-    hidden_size=96,
-    ffn_size=64,
-    num_q_heads=6,
-    num_kv_heads=2,
-    head_dim=64,
-    rope_base=10000.0,
-    rms_eps=1e-5,
-    context_length=256,
-    vocab_size=263,
-)
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-
-
-def tiny_tensors() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(7)
-    shapes = weights.tensor_shapes(CONFIG)
-    spread = {name: 1.0 if len(shape) == 1 else shape[-1] ** -0.5 for name, shape in shapes.items()}
-    return {
-        name: (rng.normal(size=shape) * spread[name] + (len(shape) == 1)).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-
-
-def write_gguf(path: Path, *, architecture: str = "llama", pre: str = "smollm", **extra: np.ndarray) -> None:
-    letters = [*map(chr, range(0x21, 0x7F)), *map(chr, range(0xA1, 0xAD)), *map(chr, range(0xAE, 0x100))]
-    letters += [chr(256 + i) for i in range(256 - len(letters))]
-    tokens = ["<|end|>", "<|user|>", "<|system|>", *letters, "ab", "abc", "Ġabc", "12"]
-    types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3)
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name(CONFIG.name)
-    writer.add_block_count(CONFIG.num_layers)
-    writer.add_embedding_length(CONFIG.hidden_size)
-    writer.add_feed_forward_length(CONFIG.ffn_size)
-    writer.add_head_count(CONFIG.num_q_heads)
-    writer.add_head_count_kv(CONFIG.num_kv_heads)
-    writer.add_key_length(CONFIG.head_dim)
-    writer.add_rope_freq_base(CONFIG.rope_base)
-    writer.add_layer_norm_rms_eps(CONFIG.rms_eps)
-    writer.add_context_length(CONFIG.context_length)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(["a b", "ab c", "Ġ abc", "1 2"])
-    writer.add_eos_token_id(0)
-    writer.add_chat_template(TEMPLATE)
-    for name, tensor in (tiny_tensors() | extra).items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write_gguf(path)
-    return load_checkpoint(path)
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return choose_device("emulator")
+from examples.smollm2.weights import Checkpoint, load_checkpoint
+from tests.examples.tiny_model import CONFIG, tiny_tensors, write_gguf
 
 
 def test_a_gguf_file_is_read_whole(tiny: Checkpoint) -> None:
@@ -331,32 +268,6 @@ def test_sampling_follows_the_temperature(device: Device) -> None:
     np.testing.assert_allclose(counts / 3000, [0.1, 0.6, 0.3], atol=0.04)
     cold = np.bincount([sample(device.gpu, scores, 0.5, rng) for _ in range(3000)], minlength=3)
     np.testing.assert_allclose(cold / 3000, np.array([1, 36, 9]) / 46, atol=0.04)
-
-
-def test_the_table_agrees_with_the_scores(tiny: Checkpoint, device: Device) -> None:
-    tokens = np.random.default_rng(9).integers(0, CONFIG.vocab_size, 129).tolist()
-    model = Transformer(tiny, device.xp)
-    seen: list[str] = []
-    rows = evaluate(device, model, tokens, on_format=seen.append)
-    assert seen == [row.format for row in rows] == ["bf16", "fp8", "nvfp4"]
-    log_p = {}
-    for row, values in zip(rows, (2, 1, 0.5 + 1 / 16), strict=True):
-        logits = forced_run(device, model, row.format, tokens[:128], prefill=28).logits.astype(np.float64)
-        log_p[row.format] = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-        p, log_q = np.exp(log_p["bf16"]), log_p[row.format]
-        losses = [-log_q[i, tokens[29 + i]] for i in range(100)]
-        assert row.num_tokens == 100
-        assert row.perplexity == pytest.approx(np.exp(np.mean(losses)))
-        assert row.kl_to_bf16 == pytest.approx((p * np.log(p / np.exp(log_q))).sum() / 100, abs=1e-12)
-        assert row.top1_agreement == np.mean(p.argmax(axis=1) == log_q.argmax(axis=1))
-        assert row.kv_bytes_per_token == 2 * CONFIG.num_layers * CONFIG.num_kv_heads * 64 * values
-        assert row.tokens_per_second > 0
-    assert rows[0].kl_to_bf16 == 0 < rows[1].kl_to_bf16 < rows[2].kl_to_bf16
-
-
-def test_the_table_needs_a_long_enough_text(tiny: Checkpoint, device: Device) -> None:
-    with pytest.raises(ValueError, match="128 tokens; more than 128"):
-        evaluate(device, Transformer(tiny, device.xp), [5] * 128)
 
 
 def test_unknown_backends_are_refused() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from cupaged import KVCache
+from cupaged.decode import Decoder
 from cupaged.errors import ArgumentValueError
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat
 from tests.features.batches import Call, make_batch, zero_query
 from tests.features.setups import Setup
-from tests.rig import Rig
+from tests.rig import Rig, bits
 
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 pools = pytest.mark.parametrize("pools", ["interleaved", "layer"])
@@ -40,6 +44,27 @@ def test_strided_blocks_give_the_same_bits(rig: Rig, fmt: CacheFormat, pools: st
     call = Call(lengths=LENGTHS)
     result = make_batch(tight, call).check(rig)
     make_batch(dataclasses.replace(tight, pools=pools), call).check(rig).assert_same_bits(result)
+
+
+def test_sections_of_nvfp4_that_follow_each_other_in_one_pool_only(rig: Rig) -> None:
+    """Values and scales of a block are one copy where both pools have them so; the bits are the same."""
+    setup, rng = Setup.of(NVFP4), np.random.default_rng(0)
+    joined = setup.layouts()[0]
+    section = joined.data_section_bytes + 64
+    stride = joined.block_stride_bytes + 64
+    apart = dataclasses.replace(joined, data_section_override=section, block_stride_override=stride)
+    key, value = (rig.upload(rng.standard_normal((40, 2, 64)).astype(ml_dtypes.bfloat16)) for _ in range(2))
+    q = rig.upload(rng.standard_normal((1, 8, 64)).astype(ml_dtypes.bfloat16))
+    table, length = rig.upload(np.array([[2, 0, 3]], np.int32)), rig.upload(np.array([40], np.int32))
+    slots = rig.upload(np.concatenate([np.arange(32, 48), np.arange(16), np.arange(48, 56)]))
+    found = []
+    for k_layout, v_layout in itertools.product((joined, apart), repeat=2):
+        cache = KVCache(rig.gpu, k_layout, 4, value_layout=v_layout)
+        cache.write(key, value, slots, stream=rig.stream)
+        out = Decoder.for_cache(cache, 8, 1).decode(q, cache, table, length, stream=rig.stream)
+        found.append(bits(rig.download(out)))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
 
 
 @formats

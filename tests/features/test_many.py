@@ -111,11 +111,18 @@ def test_more_tokens_than_a_plan_counts(rig: Rig) -> None:
     table, lengths = (rig.gpu.pointer(rig.upload(x)) for x in (batch.tables, batch.seq_lens))
     q = rig.gpu.pointer(rig.upload(batch.q))
     width = 2**31 // 600 * 2 + 1
+    for integer in (int, np.int32):
+        with pytest.raises(ArgumentValueError, match="a plan counts fewer than 2\\^32 tiles of 16"):
+            batch.run(
+                rig, q=q, block_tables=table, seq_lens=lengths, num_seqs=integer(600),
+                max_blocks_per_seq=integer(width), output=q, lse=None,
+            )  # fmt: skip
+    setup = Setup(max_seqs=1, block_size=16)
+    one = make_batch(setup, Call(lengths=(1,)))
     with pytest.raises(ArgumentValueError, match="a plan counts fewer than 2\\^32 tiles of 16"):
-        batch.run(
-            rig, q=q, block_tables=table, seq_lens=lengths, num_seqs=600, max_blocks_per_seq=width,
-            output=q, lse=None,
-        )  # fmt: skip
+        one.run(
+            rig, q=q, block_tables=table, seq_lens=lengths, max_blocks_per_seq=2**32 - 2, output=q, lse=None
+        )  # what a sequence costs beside its tiles counts too
 
 
 def check_short_sequences(rig: Rig, fmt: CacheFormat, count: int) -> None:

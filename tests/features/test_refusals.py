@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupaged import KVCache
+from cupaged.cascade import CascadeDecoder
 from cupaged.decode import Decoder
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import BF16, FORMATS, NVFP4, CacheFormat, CacheLayout
@@ -26,6 +28,40 @@ from tests.rig import Rig
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 LENGTHS = (40, 3, 300)
 SEQS = len(LENGTHS)
+
+
+@pytest.mark.parametrize("given", [None, 5, "cuda"])
+def test_what_is_no_backend(given: Any) -> None:
+    for make in (Decoder, CascadeDecoder):
+        with pytest.raises(ArgumentTypeError, match=r"^gpu: got .*, allowed is a backend"):
+            make(given, CacheLayout(BF16, 2, 64, 16), 8, 4)
+
+
+@pytest.mark.parametrize("given", [["float16"], np.float16, "bf16"])
+def test_what_is_no_type_of_queries(rig: Rig, given: Any) -> None:
+    with pytest.raises(ArgumentValueError, match=r"^q_dtype: got .*, allowed are bfloat16, float16"):
+        Decoder(rig.gpu, CacheLayout(BF16, 2, 64, 16), 8, 4, q_dtype=given)
+
+
+def test_arguments_that_a_decoder_has_not(rig: Rig) -> None:
+    layout = CacheLayout(BF16, 2, 64, 16)
+    cache = KVCache(rig.gpu, layout, 2)
+    made: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+        (Decoder, {"softcap": 4.0}, "softcap: unexpected keyword; Decoder takes gpu, .*soft_cap"),
+        (Decoder, {"gpu": rig.gpu}, "gpu: given twice"),
+        (CascadeDecoder, {"q_dtype": "float16"}, "q_dtype: unexpected keyword; queries are BF16"),
+        (CascadeDecoder, {"sliding_window": 3}, "sliding_window: unexpected keyword; a window would"),
+    ]
+    for make, options, message in made:
+        with pytest.raises(ArgumentTypeError, match=f"^{message}"):
+            make(rig.gpu, layout, 8, 4, **options)
+    for kind in (Decoder, CascadeDecoder):
+        with pytest.raises(ArgumentTypeError, match=r"^softcap: unexpected keyword"):
+            kind.for_cache(cache, 8, 4, softcap=4.0)  # type: ignore[attr-defined]
+        with pytest.raises(ArgumentTypeError, match=r"^num_q_heads, max_seqs: missing; .*\*\*features"):
+            kind.for_cache(cache)  # type: ignore[attr-defined]
+        with pytest.raises(ArgumentTypeError, match=r"^gpu, layout, num_q_heads, max_seqs: missing"):
+            kind()
 
 
 # ---- making one --------------------------------------------------------------------------------------
@@ -140,7 +176,11 @@ REFUSED: list[tuple[str, Change, type[Exception], str]] = [
     ("output", zeros(SEQS - 1, 8, 64), VALUE, r"output: got 1024 elements, needed are 1536"),
     ("lse", zeros(SEQS - 1, 8, dtype=np.float32), VALUE, r"lse: got 16 elements, needed are 24"),
     ("lse", zeros(8, SEQS, dtype=np.float32), VALUE, r"lse: got shape \(8, 3\)"),
-    ("sinks", zeros(7, dtype=np.float32), VALUE, r"sinks: got 7 elements, needed are 8"),
+    ("sinks", zeros(7, dtype=np.float32), VALUE, r"^sinks: got shape \(7,\), allowed is \(8,\)"),
+    ("sinks", zeros(SEQS, 8, dtype=np.float32), VALUE, r"^sinks: got shape \(3, 8\)"),
+    ("sinks", zeros(16, dtype=np.float32), VALUE, r"^sinks: got shape \(16,\)"),
+    ("sinks", given(-1), VALUE, r"^sinks: got -1"),
+    ("sinks", given("none"), TYPE, r"^sinks: got str"),
     (
         "k_cache",
         zeros(9, 2, 16, 64),
@@ -155,6 +195,8 @@ REFUSED: list[tuple[str, Change, type[Exception], str]] = [
     ("max_blocks_per_seq", given(18), VALUE, r"max_blocks_per_seq: got 18"),
     ("max_blocks_per_seq", given(-1), VALUE, r"max_blocks_per_seq: got -1"),
     ("table_stride", given(-1), VALUE, r"table_stride: got -1"),
+    ("table_stride", given(2**30), VALUE, r"block_tables: got 57 elements, needed are 2147483667"),
+    ("table_stride", given(np.int32(2**30)), VALUE, r"block_tables: got 57 elements, needed are 2147483667"),
     ("num_seqs", given(17), VALUE, r"num_seqs: got 17, this decoder takes 0 to 16"),
     # types
     (
@@ -179,7 +221,9 @@ REFUSED: list[tuple[str, Change, type[Exception], str]] = [
     ("num_blocks", given(26.0), TYPE, r"num_blocks"),
     ("table_stride", given(19.0), TYPE, r"table_stride"),
     ("q_stride", given(512.0), TYPE, r"q_stride"),
-    ("sliding_window", given(4.0), TYPE, r"sliding_window"),
+    ("sliding_window", given(4.0), TYPE, r"^sliding_window: got 4.0"),
+    ("sliding_window", given(-1), VALUE, r"^sliding_window: got -1, allowed is 1 to .*; 0 is no window"),
+    ("sliding_window", given(2**32), VALUE, r"^sliding_window: got 4294967296"),
     ("softmax_scale", given("0.125"), TYPE, r"softmax_scale"),
     ("softmax_scale", given(math.nan), VALUE, r"softmax_scale"),
     # addresses

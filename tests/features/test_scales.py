@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
+from cupaged import DevicePtr
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat
 from tests.features.batches import Call, Scales, make_batch, zero_query
@@ -82,10 +84,20 @@ def test_scales_by_head_are_f32_and_one_for_each(rig: Rig, fmt: CacheFormat, nam
         with pytest.raises(ArgumentValueError, match=f"{name[:-1]}: got .* a bf16 cache has none"):
             batch.run(rig, **{name: rig.gpu.zeros(2, np.float32)})
         return
-    with pytest.raises(ArgumentValueError, match=f"{name}: got 1 elements, needed are 2"):
-        batch.run(rig, **{name: rig.gpu.zeros(1, np.float32)})
+    for shape in ((1,), (8,), (1, 2), (2, 1)):  # of which the first two would be taken
+        with pytest.raises(ArgumentValueError, match=rf"^{name}: got shape .*, allowed is \(2,\)"):
+            batch.run(rig, **{name: rig.gpu.zeros(shape, np.float32)})
     with pytest.raises(ArgumentTypeError, match=f"{name}.*float64"):
         batch.run(rig, **{name: rig.gpu.zeros(2, np.float64)})
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("null", [0, DevicePtr(0), np.uint64(0)], ids=["int", "DevicePtr", "uint64"])
+def test_a_null_pointer_is_no_scale(rig: Rig, name: str, null: Any) -> None:
+    batch = make_batch(Setup.of(FP8), Call(lengths=(5,)))
+    with pytest.raises(ArgumentValueError, match=f"^{name}: got None; an fp8 cache needs it or {name}s"):
+        batch.run(rig, **{name: None, f"{name}s": null})
+    make_batch(Setup.of(BF16), Call(lengths=(5,))).run(rig, **{f"{name}s": null})
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])

@@ -52,6 +52,15 @@ def test_sinks_far_away(rig: Rig, fmt: CacheFormat, sink: float) -> None:
 
 
 @formats
+def test_sinks_at_the_end_of_float32(rig: Rig, fmt: CacheFormat) -> None:
+    """Times log2(e) they are beyond it: they take all weight, and the LSE is none but theirs."""
+    call = Call(lengths=(0, 1, 20, 300, 1500), sinks=(3e38,) * 8)
+    result = make_batch(Setup.of(fmt), call).run(rig)
+    assert not result.out.astype(np.float32).any()
+    assert (result.lse > 2e38).all()
+
+
+@formats
 def test_a_nan_sink_shows(rig: Rig, fmt: CacheFormat) -> None:
     """In its own head alone."""
     sinks = (0.0, math.nan, *SINKS[2:])
@@ -93,6 +102,20 @@ def test_huge_caps_leave_scores_alone(rig: Rig, fmt: CacheFormat, cap: float) ->
     plain = dataclasses.replace(batch, setup=dataclasses.replace(setup, soft_cap=None))
     if cap >= 1e6:
         result.assert_near(*plain.expected())
+
+
+@formats
+@pytest.mark.parametrize("share", [0.03125, 0.125, 0.24, 0.26, 0.5])
+def test_soft_cap_by_its_formula(rig: Rig, fmt: CacheFormat, share: float) -> None:
+    """Of one token, whose LSE is its score: cap * tanh(share), by a series where the share is small."""
+    setup = dataclasses.replace(_capped(fmt), soft_cap=100.0)
+    key, q = np.zeros((1, 2, 64)), np.zeros((1, 1, 8, 64))
+    key[..., 0], q[..., 0] = 1.5, 1.0
+    call = Call(lengths=(1,), softmax_scale=100.0 * share / 1.5, scales=_ones(fmt))
+    batch = make_batch(setup, call, q=q, keys=[key.astype(ml_dtypes.bfloat16)])
+    for sign in (1.0, -1.0):
+        result = dataclasses.replace(batch, q=(sign * q).astype(ml_dtypes.bfloat16)).run(rig)
+        np.testing.assert_allclose(result.lse, sign * 100.0 * np.tanh(share), rtol=4e-6)
 
 
 @formats
@@ -231,6 +254,15 @@ def test_huge_scores_that_are_all_negative(rig: Rig, fmt: CacheFormat) -> None:
 def test_magnitude_of_q(rig: Rig, fmt: CacheFormat, magnitude: float) -> None:
     """The softmax scale takes it back: as if q were of magnitude 1."""
     make_batch(Setup.of(fmt), Call(q_magnitude=magnitude)).check(rig)
+
+
+@formats
+def test_factors_of_scores_beyond_float32(rig: Rig, fmt: CacheFormat) -> None:
+    """q and softmax scale together are: with keys of zeros all tokens are equal, and nothing is NaN."""
+    q, keys = np.full((1, 1, 8, 64), 1e30), [np.zeros((20, 2, 64), ml_dtypes.bfloat16)]
+    call = Call(lengths=(20,), softmax_scale=1e20, scales=_ones(fmt))
+    result = make_batch(Setup.of(fmt), call, q=q, keys=keys).check(rig)
+    np.testing.assert_allclose(result.lse, math.log(20), atol=1e-4)
 
 
 @formats

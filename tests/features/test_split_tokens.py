@@ -145,6 +145,12 @@ def test_what_chunks_need(rig: Rig) -> None:
         Setup(split_tokens=16, max_blocks_per_seq=0).decoder(rig)
     with pytest.raises(ArgumentTypeError, match="split_tokens"):
         Setup(split_tokens=16.0, max_blocks_per_seq=4).decoder(rig)  # type: ignore[arg-type]
+    setup = Setup(split_tokens=16, max_blocks_per_seq=4)
+    bare = make_batch(setup, Call(lengths=(1,))).arguments(rig)
+    bare = {name: rig.gpu.pointer(x) if hasattr(x, "shape") else x for name, x in bare.items()}
+    for width in (2**28, np.int32(2**28)):  # 16 tokens a block: 2^32 in all
+        with pytest.raises(ArgumentValueError, match=f"max_blocks_per_seq: got {2**28}, .* is for 4"):
+            setup.decoder(rig).decode(**bare | {"output": 1 << 20, "max_blocks_per_seq": width})
     batch = make_batch(_setup(FORMATS[0]), Call(lengths=(1,), extra_columns=BLOCKS))
     with pytest.raises(ArgumentValueError, match=f"max_blocks_per_seq: got {BLOCKS + 1}, .* is for {BLOCKS}"):
         batch.run(rig)

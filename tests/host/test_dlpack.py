@@ -159,6 +159,45 @@ def test_what_is_refused(make: Callable[[Any], Producer], message: str) -> None:
         device_array(FakeBackend(), make(np.arange(4, dtype=np.float32)), 0)
 
 
+@pytest.mark.parametrize(
+    ("method", "given", "message"),
+    [
+        *(("__dlpack__", x, "whose __dlpack__ gives .*, allowed is a capsule") for x in (None, 5, "x")),
+        *(("__dlpack_device__", x, "gives no pair of integers") for x in (None, (1,), ("cpu", 0))),
+    ],
+)
+def test_producers_that_break_the_protocol(
+    monkeypatch: pytest.MonkeyPatch, method: str, given: Any, message: str
+) -> None:
+    monkeypatch.setattr(Producer, method, lambda self, **_: given)
+    with pytest.raises(ArgumentTypeError, match=f"^q: got a Producer .*{message}"):
+        named_array(FakeBackend(), "q", Producer(np.arange(4, dtype=np.float32)), 0)
+
+
+def test_a_capsule_that_was_taken_and_memory_that_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = Producer(np.arange(4, dtype=np.float32))
+    taken = producer.__dlpack__(stream=None)
+    monkeypatch.setattr(Producer, "__dlpack__", lambda self, **_: taken)
+    assert device_array(FakeBackend(), producer, 0).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ArgumentTypeError, match="allowed is a capsule that nobody has taken"):
+        device_array(FakeBackend(), producer, 0)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BufferError("it needs a gradient")
+
+    monkeypatch.setattr(Producer, "__dlpack__", refuse)
+    with pytest.raises(ArgumentTypeError, match="that does not lend its memory: it needs a gradient"):
+        device_array(FakeBackend(), producer, 0)
+
+
+@pytest.mark.parametrize("wrong", [{"code": (5, 64, 1)}, {"major": 2}, {"device": (2, 0)}])
+def test_what_is_refused_is_named(wrong: dict[str, Any]) -> None:
+    producer = Producer(np.arange(4, dtype=np.float32), **wrong)
+    with pytest.raises(ArgumentTypeError, match=r"^sinks: got ") as caught:
+        named_array(FakeBackend(), "sinks", producer, 0)
+    assert caught.value.argument == "sinks"
+
+
 def test_pairs_of_e2m1_values_are_bytes() -> None:
     array = np.arange(4, dtype=np.uint8)
     got = device_array(FakeBackend(), Producer(array, code=(17, 4, 2)), 0)

@@ -27,9 +27,11 @@ from cupaged.formats import (
     pool_num_blocks,
     write_tokens,
 )
+from tests.closed_form import exact_values
 from tests.oracle import F64
 from tests.poison import Guarded, decode_pool
 
+KNOWN = (BF16, FP8, NVFP4)  # whose sizes stand below
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 
 LAYOUTS = [
@@ -47,7 +49,7 @@ LAYOUTS = [
 
 class TestLayout:
     def test_sizes(self) -> None:
-        bf16, fp8, nvfp4 = (CacheLayout(f, num_kv_heads=8, head_dim=128, block_size=16) for f in FORMATS)
+        bf16, fp8, nvfp4 = (CacheLayout(f, num_kv_heads=8, head_dim=128, block_size=16) for f in KNOWN)
         assert [x.bytes_per_token_head for x in (bf16, fp8, nvfp4)] == [256, 128, 72]
         assert [x.bytes_per_token for x in (bf16, fp8, nvfp4)] == [2048, 1024, 576]
         assert [x.block_bytes for x in (bf16, fp8, nvfp4)] == [32768, 16384, 9216]
@@ -109,8 +111,10 @@ class TestLayout:
         assert CacheLayout(copy.deepcopy(fmt), 2, 32, 4) == CacheLayout(fmt, 2, 32, 4)
 
     def test_unknown_formats(self) -> None:
-        with pytest.raises(ArgumentValueError, match="'int8', allowed are bf16, fp8, nvfp4"):
-            cache_format("int8")
+        with pytest.raises(
+            ArgumentValueError, match=f"'int3', allowed are {', '.join(f.name for f in FORMATS)}$"
+        ):
+            cache_format("int3")
         with pytest.raises(ArgumentTypeError, match="format: got 'bf16'"):
             CacheLayout("bf16", 2, 32, 4)  # type: ignore[arg-type]
 
@@ -187,23 +191,23 @@ class TestPools:
 
     def test_wrong_arguments(self, layout: CacheLayout) -> None:
         pool = filled_pool(layout, 2).array
-        with pytest.raises(ArgumentTypeError, match="pool has dtype float32"):
+        with pytest.raises(ArgumentTypeError, match=r"^pool: got dtype float32, allowed for"):
             write_tokens(np.zeros(4096, np.float32), layout, exact_tokens(layout, 1), [0])
-        with pytest.raises(ArgumentTypeError, match="pool has dtype list"):
+        with pytest.raises(ArgumentTypeError, match=r"^pool: got list, allowed for"):
             pool_num_blocks([1, 2], layout)  # type: ignore[arg-type]
-        with pytest.raises(ArgumentValueError, match="pool has strides"):
+        with pytest.raises(ArgumentValueError, match=r"^pool: got strides"):
             write_tokens(pool[::-1], layout, exact_tokens(layout, 1), [0])
-        with pytest.raises(ArgumentValueError, match="values has shape"):
+        with pytest.raises(ArgumentValueError, match=r"^values: got shape"):
             write_tokens(pool, layout, exact_tokens(layout, 2), [0])
-        with pytest.raises(ArgumentTypeError, match="values has dtype int64"):
+        with pytest.raises(ArgumentTypeError, match=r"^values: got dtype int64"):
             write_tokens(pool, layout, np.zeros((1, 2, 32), np.int64), [0])
-        with pytest.raises(ArgumentTypeError, match="slot_mapping has dtype float64"):
+        with pytest.raises(ArgumentTypeError, match=r"^slot_mapping: got dtype float64"):
             write_tokens(pool, layout, exact_tokens(layout, 1), [0.0])
-        with pytest.raises(ArgumentValueError, match="block_table has 2 dimensions"):
+        with pytest.raises(ArgumentValueError, match="block_table: got 2 dimensions"):
             gather_tokens(pool, layout, [[0]], 1)
-        with pytest.raises(ArgumentValueError, match="seq_len is -1"):
+        with pytest.raises(ArgumentValueError, match=r"^seq_len: got -1, allowed is 0 or more"):
             gather_tokens(pool, layout, [0], -1)
-        with pytest.raises(ArgumentValueError, match="scale is"):
+        with pytest.raises(ArgumentValueError, match=r"^scale: got"):
             gather_tokens(pool, layout, [0], 1, scale=0.0)
 
     def test_scales_of_a_pool(self, layout: CacheLayout) -> None:
@@ -228,7 +232,7 @@ class TestPools:
                 np.testing.assert_array_equal(
                     gather_tokens(pool, layout, [0], 1, scale=scale), tokens * factors
                 )
-            with pytest.raises(ArgumentValueError, match=r"scale has shape \(3,\)"):
+            with pytest.raises(ArgumentValueError, match=r"^scale: got shape \(3,\)"):
                 write_tokens(pool, layout, tokens, [0], scale=np.ones(3))
         else:
             with pytest.raises(ArgumentValueError, match=f"{layout.format.name} has no pool scale"):
@@ -293,6 +297,37 @@ def test_interleaved_k_and_v_share_one_buffer() -> None:
     np.testing.assert_array_equal(gather_tokens(buffer[2, 0], tight, [0], 4), tokens)
     np.testing.assert_array_equal(gather_tokens(buffer[2, 1], tight, [0], 4), -tokens)
     assert (buffer[:2] == 0x7F).all()
+
+
+@by_format
+def test_what_the_closed_forms_call_exact_comes_back(fmt: CacheFormat) -> None:
+    exact, layout = exact_values(fmt), CacheLayout(fmt, 1, 256, 4)
+    lanes = np.arange(256)
+    alone = np.zeros((2, 1, 256))
+    alone[0, 0, 5], alone[1, 0, 5] = exact.pair[0], exact.ladder[4]
+    rows = [
+        np.broadcast_to(np.array([*exact.ladder, exact.pair[1]])[:, None, None], (9, 1, 256)),
+        (exact.lanes[lanes % 16] * exact.group_factors[lanes // 16 % len(exact.group_factors)])[None, None],
+        np.broadcast_to(np.arange(exact.counts + 1.0)[:, None, None], (exact.counts + 1, 1, 256)),
+        np.minimum(lanes, exact.counts)[None, None].astype(np.float64),
+        alone,
+    ]
+    tokens = np.concatenate(rows)
+    pool = np.zeros(layout.pool_shape(-(-len(tokens) // 4)), layout.pool_dtype)
+    write_tokens(pool, layout, tokens, np.arange(len(tokens)))
+    np.testing.assert_array_equal(gather_tokens(pool, layout, np.arange(len(pool)), len(tokens)), tokens)
+
+
+def test_a_format_without_exact_values_fails_by_name() -> None:
+    with pytest.raises(AssertionError, match=r"tests/closed_form\.py what int3"):
+        exact_values(CacheFormat("int3", np.dtype(np.uint8), 2))
+
+
+def test_a_format_says_whether_it_needs_scales() -> None:
+    assert [(f.name, f.needs_scale, f.largest) for f in KNOWN] == [
+        ("bf16", False, None), ("fp8", True, 448.0), ("nvfp4", False, None),
+    ]  # fmt: skip
+    assert CacheFormat("int8", np.dtype(np.uint8), 2, largest=127.0).needs_scale
 
 
 @given(

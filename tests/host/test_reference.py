@@ -227,21 +227,26 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gqa_ratio": 1}, "gqa_ratio is 1; times num_kv_heads 1"),
-        ({"q": np.zeros((1, 2, 8), ml_dtypes.bfloat16)}, r"q has shape \(1, 2, 8\)"),
-        ({"tile_capacity": 3}, "tile_blocks has shape"),
+        ({"gqa_ratio": 1}, "^gqa_ratio: got 1, which times num_kv_heads 1"),
+        (
+            {"q": np.zeros((1, 2, 8), ml_dtypes.bfloat16)},
+            r"^q: got shape \(1, 2, 8\), allowed is \(1, 2, 4\)",
+        ),
+        ({"tile_capacity": 3}, "^tile_blocks: got shape"),
         (
             {"tile_block_counts": np.array([3])},
-            "tile_block_counts holds values from 3 to 3; allowed are 0 to 2",
+            "^tile_block_counts: got values from 3 to 3, allowed are 0 to 2",
         ),
-        ({"tile_block_counts": np.array([-1])}, "tile_block_counts holds"),
+        ({"tile_block_counts": np.array([-1])}, "^tile_block_counts: got values"),
         (
             {"last_block_valid_slots": 5},
-            "last_block_valid_slots holds values from 5 to 5; allowed are 0 to 4",
+            "^last_block_valid_slots: got values from 5 to 5, allowed are 0 to 4",
         ),
-        ({"last_block_valid_slots_per_seq": np.array([1, 1])}, "last_block_valid_slots_per_seq has shape"),
-        ({"k_pool": np.ones((2, 4, 1, 4), ml_dtypes.bfloat16)[::-1]}, "k_pool has strides"),
-        ({"tok_stride": 0}, "strides are"),
+        ({"last_block_valid_slots_per_seq": np.array([1, 1])}, "^last_block_valid_slots_per_seq: got shape"),
+        ({"k_pool": np.ones((2, 4, 1, 4), ml_dtypes.bfloat16)[::-1]}, "^k_pool: got strides"),
+        ({"tok_stride": 0}, "^tok_stride: got 0, allowed is 1 or more"),
+        ({"last_block_valid_slots": -1}, "^last_block_valid_slots: got -1, allowed is 0 or more"),
+        ({"last_block_valid_slots": 2**40}, "^last_block_valid_slots: got values"),
     ],
 )
 def test_wrong_values(changes: dict[str, Any], message: str) -> None:
@@ -250,9 +255,28 @@ def test_wrong_values(changes: dict[str, Any], message: str) -> None:
 
 
 def test_wrong_types_and_sizes() -> None:
-    with pytest.raises(ArgumentTypeError, match="v_pool has dtype float32"):
+    with pytest.raises(ArgumentTypeError, match=r"^v_pool: got dtype float32"):
         small_call(v_pool=np.ones((2, 4, 1, 4), np.float32))
     with pytest.raises(ArgumentTypeError, match="dtype float16"):
         small_call(q=np.zeros((1, 2, 4), np.float16))
-    with pytest.raises(ArgumentValueError, match="num_q_heads is 0"):
+    with pytest.raises(ArgumentValueError, match=r"^num_q_heads: got 0, allowed is 1 or more"):
         AttnState(1, 0, 4)
+    with pytest.raises(ArgumentTypeError, match=r"^num_seqs: got '1' of type str, allowed is an int"):
+        AttnState("1", 2, 4)  # type: ignore[arg-type]
+    for name in ("gqa_ratio", "num_kv_heads", "block_size", "tile_capacity", "blk_stride", "kvh_stride"):
+        for bad in (1.0, "2", None, True):
+            with pytest.raises(ArgumentTypeError, match=f"^{name}: got {bad!r}"):
+                small_call(**{name: bad})
+    for name in ("q", "k_pool", "v_pool", "tile_blocks", "tile_block_counts"):
+        with pytest.raises(ArgumentTypeError, match=f"^{name}: got list, allowed is a NumPy array"):
+            small_call(**{name: [1]})
+
+
+def test_sizes_that_are_numpys_integers_do_not_overflow() -> None:
+    """128 query heads are 16 for each of 8 KV heads, which is -128 as int8."""
+    state = AttnState(np.int8(1), np.uint8(128), np.int8(4))  # type: ignore[arg-type]
+    pool = np.ones((2, 4, 8, 4), ml_dtypes.bfloat16)
+    sizes = (np.int8(8), np.int8(4), np.int8(1), np.int8(16), np.uint8(128), np.int8(32), np.int8(4), 4)
+    q, tile = np.ones((1, 128, 4), ml_dtypes.bfloat16), np.array([[1]], np.int32)
+    step_tile_ref(state, q, pool, pool, tile, np.array([1], np.int32), *sizes)  # type: ignore[arg-type]
+    assert (finalize_ref(state).astype(float) == 1.0).all()

@@ -117,3 +117,40 @@ def test_tables_too_narrow() -> None:
         padded_to_csr([[0, 1]], [-1], 4)
     with pytest.raises(ArgumentValueError, match="max_blocks_per_seq: got 1, sequence 0 has 2"):
         sequence_tables([BlockAllocator(4, 2).allocate(3)], max_blocks_per_seq=1)
+
+
+def test_what_32_bits_do_not_hold_is_refused() -> None:
+    """It would become another block's id, or a length that is none."""
+    beyond = 2**32 + 3
+    for call, name, wrong in (
+        (lambda: csr_to_padded([0, 1], [beyond], [1], 4), "indices", beyond),
+        (lambda: csr_to_padded([0, 1], [-beyond], [1], 4), "indices", -beyond),
+        (lambda: csr_to_padded([0, 2**16], np.zeros(2**16, int), [1], 2**16), "indptr", 2**32 - 2**16 + 1),
+        (lambda: padded_to_csr([[beyond]], [1], 4), "block_tables", beyond),
+        (lambda: token_slots([[2**60]], [0], 1, 16), "block_tables", 2**60),
+    ):
+        with pytest.raises(ArgumentValueError, match=f"^{name}: got {wrong}, allowed are 32-bit integers"):
+            call()
+    assert padded_to_csr([[0, beyond]], [4], 4)[1].tolist() == [0]  # columns past the last block may hold it
+    assert token_slots([[2**31 - 1]], [0], 1, 2**20).tolist() == [(2**31 - 1) << 20]
+    with pytest.raises(ArgumentTypeError, match=r"^sequences: got 3 among them"):
+        sequence_tables([3])  # type: ignore[list-item]
+
+
+def test_ids_and_shapes_that_are_no_tables() -> None:
+    for call, message in (
+        (lambda: csr_to_padded([0, 1], [-7], [3], 16), "indices: got -7, where tokens are"),
+        (lambda: padded_to_csr([[-7, 1]], [20], 16), "block_tables: got -7, where tokens are"),
+        (lambda: padded_to_csr([[1]], [2**31], 2**31), "seq_lens: got 2147483648, allowed are 32-bit"),
+        (lambda: csr_to_padded([0], [], [], 16, max_blocks_per_seq=-1), "max_blocks_per_seq: got -1"),
+        (lambda: sequence_tables([], max_blocks_per_seq=-1), "max_blocks_per_seq: got -1"),
+        (lambda: token_slots([[1]], [0], [1, [2]], 16), "num_tokens: got lists of unequal length"),
+        (lambda: token_slots([[1]], [0], [[1]], 16), r"num_tokens: got shape \(1, 1\), allowed are one"),
+        (lambda: token_slots([[1]], [0], [1, 2, 3], 16), r"num_tokens: got shape \(3,\)"),
+        (lambda: token_slots([[1], [2, 3]], [0, 0], 1, 16), "block_tables: got lists of unequal length"),
+        (lambda: token_slots([[1]], [0], [2**40], 16), "first: sequence 0 reaches to token 1099511627776"),
+        (lambda: token_slots([[1]], [2**62], [2**62], 16), f"first: sequence 0 reaches to token {2**63}"),
+    ):
+        with pytest.raises(ArgumentValueError, match=f"^{message}"):
+            call()
+    assert token_slots([[1]], [2**62], [0], 16).size == 0

@@ -3,6 +3,7 @@
 #include "numeric/division.cuh"
 #include "numeric/e2m1.cuh"
 #include "numeric/e4m3.cuh"
+#include "ring/plan.cuh"
 
 static DEVICE float half_to_float(u32 bits) {
   // Exact, through a float with the half's fields and its exponent bias.
@@ -78,4 +79,13 @@ extern "C" __global__ void count_wrong_quotients(u32* wrong, u32 first, u32 step
     found += divisor.quotient(dividend) != __fdiv_rn(dividend, divisor.divisor);
   }
   wrong[i] = found;
+}
+
+// found[2i, 2i + 1]: whose the first and the last position of share i are, of total positions.
+extern "C" __global__ void ends_of_shares(u32* found, u32 total, u32 count) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const Shares shares = Shares::among(total, count);
+  found[2 * i] = shares.block_of(shares.begin(i));
+  found[2 * i + 1] = shares.block_of(shares.begin(i + 1u) - 1u);
 }

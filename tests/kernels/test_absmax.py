@@ -67,6 +67,10 @@ def test_accumulates(rig: Rig) -> None:
     assert _absmax(rig, np.array([0.5], np.float32), start=8.0) == 8.0
     assert _absmax(rig, np.array([8.0], np.float32), start=0.5) == 8.0
     assert np.isnan(_absmax(rig, np.array([8.0], np.float32), start=float("nan")))
+    above = np.float32(1 + 2.0**-7)  # the next BF16 number after 1
+    for count in (1, 8, 513):
+        assert _absmax(rig, np.full(count, above), start=1.0) == above
+        assert _absmax(rig, np.full(count, 1.0, np.float32), start=float(above)) == above
 
 
 def test_calibration_reads_rows_and_not_their_gaps(rig: Rig) -> None:

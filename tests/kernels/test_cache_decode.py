@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +20,7 @@ from tests.kernels.test_cascade import HEADS, SCALE, Shared, shared
 from tests.kernels.test_interop import DLPackOnly, InterfaceOnly, NumpyLender
 from tests.oracle import assert_matches
 from tests.rig import Rig, bits
+from tests.warm import UNTIL_READY
 
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 LENGTHS = [40, 0, 17, 5]
@@ -86,6 +89,38 @@ def test_queries_and_tables_of_any_stride(rig: Rig, case: Shared, decoder: Decod
     np.testing.assert_array_equal(bits(rig.download(decoder.decode(**plain | sliced))), bits(expected))
 
 
+def test_a_single_row_has_no_stride(rig: Rig, case: Shared, decoder: Decoder) -> None:
+    """Whatever its array says of the next: q whose first axis goes backwards, of one sequence."""
+    good = arrays(case)
+    one = good | {name: good[name][:1] for name in ("block_tables", "seq_lens")}
+    expected = rig.download(decoder.decode(**one | {"q": good["q"][:1]}))
+    backwards = rig.upload(case.queries()[::-1])[::-1]
+    np.testing.assert_array_equal(
+        bits(rig.download(decoder.decode(**one | {"q": backwards[:1]}))), bits(expected)
+    )
+    with pytest.raises(ArgumentValueError, match=r"^q: "):
+        decoder.decode(**good | {"q": backwards})
+
+
+def test_query_tokens_are_equally_far_apart(rig: Rig, case: Shared) -> None:
+    """Also where only two sequences have them; of one sequence there is nothing to compare."""
+    decoder = Decoder.for_cache(case.cache, HEADS, 4, query_tokens=2)
+    good, wide = arrays(case), rig.upload(case.queries(3))[:, :2]
+    for count in (2, 4):
+        some = {name: good[name][:count] for name in ("block_tables", "seq_lens")}
+        with pytest.raises(ArgumentValueError, match=r"^q: got strides .*must be equally far apart"):
+            decoder.decode(**good | some | {"q": wide[:count]})
+    one = good | {name: good[name][:1] for name in ("block_tables", "seq_lens")}
+    found = [decoder.decode(**one | {"q": q}) for q in (wide[:1], rig.upload(case.queries(3)[:1, :2].copy()))]
+    np.testing.assert_array_equal(*(bits(rig.download(out)) for out in found))
+
+
+def six_bytes_apart(flat: Any) -> Any:
+    """Int32 ``[4, 1]`` whose rows are no whole number of integers apart."""
+    library = np if isinstance(flat, np.ndarray) else importlib.import_module("cupy")
+    return library.lib.stride_tricks.as_strided(flat, (4, 1), (6, 4))
+
+
 @pytest.mark.parametrize("axes", [3, 4])
 def test_several_query_tokens(rig: Rig, axes: int) -> None:
     case = shared(rig, FP8, 0, LENGTHS)
@@ -119,6 +154,63 @@ def test_checked_mode_names_the_result_as_it_was_given(rig: Rig, case: Shared) -
     assert caught.value.array == "out"
 
 
+@pytest.mark.parametrize("form", ["cache", "pools"])
+def test_messages_name_the_result_as_the_caller_does(
+    rig: Rig, case: Shared, decoder: Decoder, form: str
+) -> None:
+    """Whatever finds the fault: sizes, the launch, and the emulator where nothing else looks any more."""
+    gpu, good, cache = rig.gpu, arrays(case), case.cache
+    name, given = "out", good
+    if form == "pools":
+        name = "output"
+        given = {n: x for n, x in good.items() if n != "cache"} | {
+            "k_cache": cache.k_cache, "v_cache": cache.v_cache, "num_seqs": 4, "max_blocks_per_seq": 3
+        }  # fmt: skip
+
+    def refused(match: str, **changed: Any) -> None:
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=match) as caught:
+            decoder.decode(**given | changed)
+        assert caught.value.argument == match[1:].partition(":")[0]
+
+    unaligned = gpu.zeros(2 * 4 * HEADS * 64 + 8, np.uint8)[8:].view(np.uint16).reshape(4, HEADS, 64)
+    refused(f"^{name}: got .*multiple of 16", **{name: unaligned})
+    refused(f"^{name}: got dtype float32", **{name: gpu.zeros((4, HEADS, 64), np.float32)})
+    refused("^q: got dtype float32", q=gpu.zeros((4, HEADS, 64), np.float32), **{name: unaligned})
+    text = "output, output: x"
+    out = gpu.zeros((4, HEADS, 64), np.uint16)
+    with pytest.raises(ArgumentTypeError, match=f"'{text}'"):
+        decoder.decode(**given | {name: out, "softmax_scale": text})
+    if rig.name == "emulator":
+        lse = gpu.zeros((4, HEADS), np.float32)
+        lse.flags.writeable = False
+        refused("^lse: got a NumPy array that must not be written", lse=lse, **{name: out})
+        for _ in range(UNTIL_READY + 1):
+            decoder.decode(**given | {name: out})
+        out.flags.writeable = False
+        refused(f"^{name}: got a NumPy array that must not be written", **{name: out})
+
+
+def test_arrays_that_are_none_are_named(rig: Rig, case: Shared, decoder: Decoder) -> None:
+    """Though they have a shape and strides."""
+    other = SimpleNamespace(shape=(4, HEADS, 64), strides=(1024, 128, 2), dtype=np.dtype(np.uint16))
+    for name in ("q", "out"):
+        with pytest.raises(ArgumentTypeError, match=f"^{name}: got SimpleNamespace, allowed"):
+            decoder.decode(**arrays(case) | {name: other})
+
+
+def test_no_window_and_every_shape_of_lse(rig: Rig, case: Shared, decoder: Decoder) -> None:
+    good = arrays(case)
+    expected = bits(rig.download(decoder.decode(**good)))
+    lses = [rig.gpu.zeros(shape, np.float32) for shape in ((4, HEADS), (4, 1, HEADS), (4 * HEADS,))]
+    for window, lse in zip((None, 0, None), lses, strict=True):
+        out = decoder.decode(**good, sliding_window=window, lse=lse)
+        np.testing.assert_array_equal(bits(rig.download(out)), expected)
+    first, *others = (rig.download(lse).reshape(-1) for lse in lses)
+    assert np.isfinite(first).any()
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
 def test_no_sequences(rig: Rig, case: Shared, decoder: Decoder) -> None:
     gpu = rig.gpu
     out = decoder.decode(
@@ -134,7 +226,7 @@ def test_what_is_refused(rig: Rig, case: Shared, decoder: Decoder) -> None:
     elsewhere = KVCache(FakeBackend(), case.cache.layout, 2)  # type: ignore[arg-type]
     for changed, match in (
         ({"cache": other}, "^cache: its layout has .* where the decoder's is"),
-        ({"cache": elsewhere}, "^cache: got <KVCache.*, allowed is one on the decoder's backend"),
+        ({"cache": elsewhere}, "^cache: got one on another backend, allowed is one on the decoder's"),
         ({"q": 1 << 20}, "^q: got int, allowed is an array of the backend"),
         ({"q": gpu.zeros((4, HEADS, 32), np.uint16)}, r"^q: got shape \(4, 8, 32\)"),
         ({"q": gpu.zeros((4, HEADS, 64), np.float32)}, "^q: got dtype float32"),
@@ -142,11 +234,19 @@ def test_what_is_refused(rig: Rig, case: Shared, decoder: Decoder) -> None:
         ({"seq_lens": gpu.zeros(4, np.int64)}, "seq_lens: got dtype int64"),
         ({"block_tables": gpu.zeros((3, 3), np.int32)}, r"^block_tables: got shape \(3, 3\)"),
         ({"block_tables": gpu.zeros((4, 6), np.int32)[:, ::2]}, "^block_tables: got strides"),
+        ({"block_tables": gpu.zeros((4, 4), np.int32)[:, ::2]}, "^block_tables: got strides"),
+        ({"block_tables": six_bytes_apart(gpu.zeros(8, np.int32))}, "^block_tables: got strides"),
         ({"block_tables": gpu.zeros((4, 6), np.int64)[:, :3]}, "^block_tables: got dtype int64"),
         ({"out": gpu.zeros((4, HEADS * 64), np.uint16)}, "^out: got shape"),
         ({"out": gpu.zeros((4, HEADS, 64), np.float16)}, "^out: got dtype float16"),
         ({"out": gpu.zeros((4, HEADS, 80), np.uint16)[..., :64]}, r"(^|: )out: got strides"),
-        ({"lse": gpu.zeros((4, HEADS - 1), np.float32)}, "^lse: got shape"),
+        *(({"lse": gpu.zeros(shape, np.float32)}, r"^lse: got shape .*, allowed is \(4, 8\) or .*\(32,\)")
+          for shape in ((4, HEADS - 1), (HEADS, 4), (5, HEADS), (100,), (1, 4 * HEADS))),
+        ({"seq_lens": good["seq_lens"][:1]}, r"^seq_lens: got shape \(1,\), allowed is \(4,\): q and block"),
+        ({"q": good["q"][::-1]}, r"^q: got strides .*; from a query token to the next"),
+        ({"q": np.broadcast_to(good["q"][:1], (4, HEADS, 64))}, r"^q: got strides .* and 512 or more"),
+        ({"sinks": gpu.zeros((4, HEADS), np.float32)}, r"^sinks: got shape \(4, 8\), allowed is \(8,\)"),
+        ({"sliding_window": -1}, "^sliding_window: got -1, allowed is 1 to .*; 0 is no window"),
     ):  # fmt: skip
         with pytest.raises((ArgumentValueError, ArgumentTypeError), match=match):
             decoder.decode(**good | changed)
@@ -164,7 +264,11 @@ def test_what_is_refused(rig: Rig, case: Shared, decoder: Decoder) -> None:
         (lambda: decoder.decode(case.cache, q, tables, lengths, stream=rig.stream), "^q: got KVCache"),
         (lambda: decoder.decode(q, 1 << 20, 1 << 20, tables, lengths, q, num_seqs=4, max_blocks_per_seq=3),
          "^stream: missing.*decode\\(q, k_cache, v_cache, ...\\) takes q"),
+        (lambda: decoder.decode(q, q, q, tables, lengths, q, stream=0), "^num_seqs, max_blocks"),
         (lambda: decoder.decode(q, case.cache, tables, lengths, None, 0, stream=0), "too many positional"),
+        (lambda: decoder.decode(q, case.cache, tables, lengths, stream=0, cache=case.cache),
+         "^cache: given twice"),
+        (lambda: decoder.decode(q, case.cache, stream=0), "^block_tables, seq_lens: missing"),
         (lambda: decoder.decode(iter([q]), case.cache, tables, lengths, stream=0), "^q: got list_iterator"),
     ):  # fmt: skip
         with pytest.raises(ArgumentTypeError, match=match) as caught:

@@ -12,7 +12,7 @@ import pytest
 from cupaged import ops
 from cupaged.formats import BF16, FORMATS, FP8, NVFP4, CacheFormat, CacheLayout, write_tokens
 from tests.poison import Guarded, with_gaps
-from tests.rig import Rig
+from tests.rig import Rig, launch_arguments
 
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 POOL_FILL = 0x5A
@@ -30,7 +30,6 @@ def _write(
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Bytes of both pools after the device's write; guards are checked."""
-    fmt = layout.format.name
     row = layout.num_kv_heads * layout.head_dim
     stride = row if stride is None else stride
     pools = []
@@ -38,10 +37,8 @@ def _write(
         guarded = Guarded.allocate(layout.pool_shape(num_blocks), layout.pool_dtype)
         guarded.array.view(np.uint8)[...] = POOL_FILL
         pools.append(rig.upload_guarded(guarded))
-    strides = {"bf16": (), "fp8": (layout.cache_stride,)}.get(
-        fmt, (layout.block_stride_bytes, layout.data_section_bytes)
-    )
-    name = f"reshape_and_cache_{fmt}"
+    name = f"reshape_and_cache_{layout.format.name}"
+    own = launch_arguments(name, layout, scales)
     getattr(ops, name)(
         rig.gpu,
         rig.kernel(name),
@@ -54,10 +51,10 @@ def _write(
         layout.num_kv_heads,
         layout.head_dim,
         layout.block_size,
-        *(scales if fmt == "fp8" else ()),
+        *own.scales,
         stride,
         stride,
-        *strides,
+        *own.strides,
         rig.stream,
         num_blocks=num_blocks,
     )
@@ -107,7 +104,7 @@ def test_every_bf16_pattern(rig: Rig, fmt: CacheFormat, head_dim: int) -> None:
     layout = CacheLayout(fmt, num_kv_heads, head_dim, 16)
     num_blocks = len(key) // 16 + 1
     slots = np.random.default_rng(3).permutation(num_blocks * 16)[: len(key)].astype(np.int64)
-    scales = (0.3, 0.84210527) if fmt == FP8 else (1.0, 1.0)
+    scales = (0.3, 0.84210527) if fmt.needs_scale else (1.0, 1.0)
     _check(rig, layout, key, value, slots, num_blocks=num_blocks, scales=scales)
 
 

@@ -229,8 +229,17 @@ def test_what_is_refused(rig: Rig) -> None:
     }  # fmt: skip
     decoder.decode(**good)
     other = KVCache(gpu, CacheLayout(FP8, KV_HEADS, DIM, BLOCK), 2, k_scale=1.0, v_scale=1.0)
+    unaligned = gpu.zeros(14, np.uint8)[2:].view(np.int32)
+    out_bytes = 2 * 3 * HEADS * DIM
+    shared_memory = gpu.zeros(out_bytes // 2, np.uint16)
     for changed, match in (
         ({"cache": other}, "^cache: its layout has .* where the decoder's is"),
+        ({"cache": case.cache.layout}, "^cache: got CacheLayout, allowed is a KVCache"),
+        ({"prefix_table": unaligned}, "^prefix_table: got .*multiple of 4"),
+        ({"prefix_len": unaligned[:1]}, "^prefix_len: got .*multiple of 4"),
+        ({"out": shared_memory[: out_bytes // 2].reshape(3, HEADS, DIM),
+          "lse": shared_memory[: 6 * HEADS].view(np.float32).reshape(3, HEADS)},
+         "^out: its memory, .* is shared with lse, "),
         ({"prefix_len": -1}, "^prefix_len: got -1"),
         ({"prefix_len": 2.0}, "^prefix_len: got 2.0"),
         ({"prefix_len": gpu.zeros(2, np.int32)}, r"^prefix_len: got shape \(2,\), allowed is \(1,\)"),
@@ -255,7 +264,7 @@ def test_what_is_refused(rig: Rig) -> None:
     ):  # fmt: skip
         with pytest.raises((ArgumentValueError, ArgumentTypeError), match=match):
             decoder.decode(**good | changed)
-    with pytest.raises(TypeError, match="sliding_window"):
+    with pytest.raises(ArgumentTypeError, match=r"^sliding_window: unexpected keyword; a window would have"):
         decoder.decode(**good | {"sliding_window": 5})
     with pytest.raises(ArgumentTypeError, match="cache: got CacheLayout, allowed is a KVCache"):
         CascadeDecoder.for_cache(case.cache.layout, HEADS, 3)  # type: ignore[arg-type]
@@ -286,6 +295,42 @@ def test_checked_mode_names_the_prefix(rig: Rig) -> None:
         ):
             decoder.decode(q, case.cache, *prefix, tables, suffixes, stream=rig.stream)
         assert (caught.value.array, caught.value.index) == (name, index)
+
+
+def test_results_in_each_others_memory_are_found_before_a_launch(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in checked mode those in the memory of what is read, whose launches do not write them."""
+    case = shared(rig, BF16, 40, [5, 0, 30])
+    decoder, cache, gpu = cascade(case), case.cache, rig.gpu
+    table, tables, suffixes = case.on_device()
+    rows = 3 * HEADS * DIM
+    bits = gpu.zeros(rows, np.uint16)
+    lse, out = bits[: 6 * HEADS].view(np.float32).reshape(3, HEADS), bits.reshape(3, HEADS, DIM)
+    sinks = lse.reshape(-1)[:HEADS]
+    pool = cache.v_pool.reshape(-1)[:rows].view(np.uint16).reshape(3, HEADS, DIM)
+    lengths = bits[6:12].view(np.int32)[:3]
+    good = {
+        "q": rig.upload(case.queries()), "cache": cache, "prefix_table": table, "prefix_len": 40,
+        "block_tables": tables, "seq_lens": suffixes, "stream": rig.stream,
+    }  # fmt: skip
+    decoder.decode(**good)
+
+    def launched(*_: Any, **__: Any) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(Decoder, "decode_pools", launched)
+    with pytest.raises(ArgumentValueError, match=r"^out: its memory, .* is shared with lse, "):
+        decoder.decode(**good | {"out": out, "lse": lse})
+    for changed, message in (
+        ({"out": pool}, "out: .* is shared with cache.v_cache"),
+        ({"out": out, "seq_lens": lengths}, "out: .* is shared with seq_lens"),
+        ({"lse": lse, "sinks": sinks}, "lse: .* is shared with sinks"),
+        ({"lse": lse, "prefix_table": lengths[:1], "prefix_len": 0}, "lse: .* is shared with prefix_table"),
+    ):
+        with checked_mode(), pytest.raises(CheckedModeError, match=f"^{message}") as caught:
+            decoder.decode(**good | changed)
+        assert caught.value.array == message[:3]
 
 
 @pytest.mark.gpu

@@ -140,6 +140,12 @@ def test_interleaved_pools(rig: Rig, fmt: CacheFormat) -> None:
     cache = KVCache.wrap_interleaved(rig.gpu, layout, pool, **scales)
     assert cache.num_blocks == 5
     assert cache.layout.block_stride_bytes == 2 * layout.block_stride_bytes
+    for which, part in enumerate((cache.k_cache, cache.v_cache)):
+        held = 9 * layout.block_stride_bytes  # to the last block's end, and not to the stride's
+        assert (part.address, part.nbytes) == (
+            rig.gpu.pointer(pool) + which * layout.block_stride_bytes,
+            held,
+        )
     tokens, slots = random_tokens(6), [0, 19, 7, 8, 2, 99]
     write(rig, cache, tokens, slots)
     plain = KVCache(rig.gpu, layout, 5, **scales)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 
 from cupaged import BlockAllocator, KVCache
-from cupaged.formats import NVFP4, CacheFormat, gather_tokens, write_tokens
+from cupaged.formats import NVFP4, CacheFormat, CacheLayout, gather_tokens, write_tokens
 from cupaged.ops.blocks import copy_cache_blocks
 from cupaged.tables import sequence_tables, token_slots
 from tests.kernels.kv_rig import (
+    BF,
     BLOCK,
     HEAD_DIM,
     HEADS,
@@ -97,6 +99,32 @@ def test_swapped_blocks_come_back(rig: Rig, fmt: CacheFormat) -> None:
     cache.swap_in([(3, 1), (0, 4), (1, 3)], host, stream=rig.stream)
     for array, exact in zip(cache.gather([1, 4, 3], 12, stream=rig.stream), before, strict=True):
         np.testing.assert_array_equal(rig.download(array), exact)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        CacheLayout(NVFP4, 3, 64, 4, data_section_override=432, block_stride_override=1024),
+        CacheLayout(NVFP4, 3, 16, 1, data_section_override=32, block_stride_override=48),
+    ],
+    ids=["gap behind the values", "24 bytes of values"],
+)
+def test_scales_come_back_from_where_the_host_has_them(rig: Rig, layout: CacheLayout) -> None:
+    """On the host sections are tight but for 16 bytes, whatever gap the cache has, and read as its layout
+    says."""
+    cache, size = KVCache(rig.gpu, layout, 3), layout.block_size
+    rng = np.random.default_rng(0)
+    key, value = (rng.standard_normal((3 * size, 3, layout.head_dim)).astype(BF) for _ in range(2))
+    write(rig, cache, (key, value), np.arange(3 * size))
+    before = [rig.download(array) for array in cache.gather([1], size, stream=rig.stream)]
+    host = cache.host_blocks(2)
+    cache.swap_out([(1, 1)], host, stream=rig.stream)
+    cache.swap_in([(1, 2)], host, stream=rig.stream)
+    for array, stored, exact in zip(
+        cache.gather([2], size, stream=rig.stream), (host.k, host.v), before, strict=True
+    ):
+        np.testing.assert_array_equal(rig.download(array), exact)
+        np.testing.assert_array_equal(gather_tokens(stored, host.layout, [1], size), exact)
 
 
 @formats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupaged import merge_states
+from cupaged import DevicePtr, merge_states
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from tests.oracle import F64, assert_matches, attention_float64, merge_float64
 from tests.rig import Rig
@@ -69,7 +70,9 @@ def test_against_float64(
         rtol, atol = (2.0**-11, sums + 2.0**-25) if target == F16 else (0.0, sums)
         np.testing.assert_allclose(out.astype(np.float64), right, rtol=rtol, atol=atol)
     np.testing.assert_allclose(lse, right_lse, rtol=3e-7, atol=1e-6)
-    assert not out[0, 0].astype(np.float32).any()
+    nothing = out[0, 0].astype(np.float32)
+    assert not nothing.any()
+    assert not np.signbit(nothing).any()
     assert lse[0, 0] == -np.inf
 
 
@@ -208,6 +211,8 @@ def test_what_is_refused(rig: Rig) -> None:
     for arguments, message in (
         ((outputs, lses[:1], out, lse), r"lses: got shape \(1, 3, 4\), allowed is \(2, 3, 4\)"),
         ((outputs, lses, out[:2], lse), r"out: got shape \(2, 4, 64\)"),
+        ((outputs, lses, out, 1 << 20), "^out_lse: got int, allowed is an array"),
+        ((SimpleNamespace(shape=(2, 3, 4, 64)), lses, out, lse), "^outputs: got SimpleNamespace"),
         ((outputs, lses, out, lse[:2]), r"out_lse: got shape \(2, 4\)"),
         ((outputs[0, 0], lses[0, 0], out, lse), "outputs: got shape"),
         ((outputs[:0], lses[:0], out, lse), "outputs: got shape"),
@@ -219,9 +224,15 @@ def test_what_is_refused(rig: Rig) -> None:
         ((4096, lses, out, lse), "outputs: got int, allowed is an array"),
         ((outputs[..., :6], lses, out[..., :6], lse), "outputs: got strides"),
         ((odd, lses, odd[0], lse), "head_dim: got 6"),
+        ((np.broadcast_to(outputs[:1], outputs.shape), lses, out, lse), "^outputs: got strides .* and 768"),
+        ((outputs, np.broadcast_to(lses[:1], lses.shape), out, lse), "^lses: got strides .* and 12 or more"),
+        ((outputs[::-1], lses, out, lse), "^outputs: got strides"),
+        ((outputs, lses, out, DevicePtr(4096)), "^out_lse: got DevicePtr, allowed is an array"),
     ):  # fmt: skip
         with pytest.raises((ArgumentValueError, ArgumentTypeError), match=message):
             merge_states(gpu, *arguments, stream=stream)
+    with pytest.raises(ArgumentTypeError, match=r"^gpu: got NoneType, allowed is a backend"):
+        merge_states(None, outputs, lses, out, lse, stream=stream)  # type: ignore[arg-type]
     with pytest.raises(ArgumentTypeError, match="stream: got None"):
         merge_states(gpu, outputs, lses, out, lse, stream=None)
     assert not rig.download(out).any()

@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from cupaged import KernelLaunch, div_ceil
 from cupaged.formats import encode_bf16, encode_e2m1, encode_e4m3
@@ -138,3 +139,14 @@ def test_a_nan_scale_gives_nan(rig: Rig) -> None:
     word, scale = np.array([0x76543211], np.uint32), np.array([0x7F], np.uint32)
     _launch(rig, "decode_e2m1", 1, rig.gpu.asarray(word), rig.gpu.asarray(scale), decoded)
     assert np.isnan(rig.download(decoded)).all()
+
+
+@pytest.mark.parametrize("total", [396, 397, 1000, 2**24 + 5, 2**31, 2**32 - 7])
+@pytest.mark.parametrize("blocks", [1, 3, 396])
+def test_positions_are_their_shares(rig: Rig, total: int, blocks: int) -> None:
+    """A plan's first and last position of each block's share, up to as many as it counts."""
+    found = rig.gpu.zeros(2 * blocks, np.uint32)
+    launch = KernelLaunch(rig.gpu, rig.gpu.kernel(PROBE, "ends_of_shares"))
+    launch.grid([div_ceil(blocks, 128), 1, 1]).block([128, 1, 1])
+    launch.arg_ptr(found).arg_u32(total).arg_u32(blocks).launch(rig.stream)
+    np.testing.assert_array_equal(rig.download(found), np.repeat(np.arange(blocks), 2))

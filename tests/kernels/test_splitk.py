@@ -10,7 +10,7 @@ from cupaged.errors import ArgumentValueError
 from cupaged.formats import BF16, FORMATS, CacheFormat
 from tests import oracle
 from tests.poison import GUARD_BYTE, Options, Shape, random_case
-from tests.rig import Rig, bits, run_decode, run_reduce, run_split, upload_case
+from tests.rig import Rig, bits, launch_arguments, run_decode, run_reduce, run_split, upload_case
 
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 reduces = pytest.mark.parametrize("name", ["fp8", "nvfp4"])
@@ -47,11 +47,8 @@ def test_workspace_is_not_exceeded(rig: Rig, fmt: CacheFormat) -> None:
     storage = rig.gpu.asarray(np.full(4 * count + 4096, GUARD_BYTE, np.uint8))
     fmt_name = fmt.name
     entry = f"paged_decode_attn_splitk_{fmt_name}"
-    layout, scales, strides = case.layout, (), ()
-    if fmt_name == "fp8":
-        scales, strides = (case.k_scale, case.v_scale), (layout.cache_stride,)
-    elif fmt_name == "nvfp4":
-        strides = (layout.block_stride_bytes, layout.data_section_bytes)
+    layout = case.layout
+    own = launch_arguments(entry, layout, (case.k_scale, case.v_scale))
     getattr(ops, entry)(
         rig.gpu,
         rig.kernel(f"paged_decode_attn_{fmt_name}", entry),
@@ -68,12 +65,13 @@ def test_workspace_is_not_exceeded(rig: Rig, fmt: CacheFormat) -> None:
         layout.block_size,
         case.inv_sqrt_d,
         4,
-        *scales,
+        *own.scales,
         case.q_stride,
-        *strides,
+        *own.strides,
         case.num_seqs,
-        *(() if fmt_name == "nvfp4" else (0,)),
+        *own.window,
         rig.stream,
+        **own.keywords,
     )
     host = rig.download(storage)
     assert (host[4 * count :] == GUARD_BYTE).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from cupaged.streaming import (
     Tail,
     encode_records,
 )
+from cupaged.streaming.records import RecordLayout
+from cupaged.streaming.store.format import Places
 from tests import oracle
 from tests.poison import decode_pool
 from tests.rig import Rig
@@ -178,3 +181,10 @@ def assert_within_one_ulp(got: Array, other: Array) -> None:
     ulp = oracle.bf16_ulp(np.abs(b).max(axis=-1, keepdims=True))
     excess = np.abs(a - b) - ulp
     assert (excess <= 0).all(), f"off by {np.abs(a - b).max()} where an ulp is {ulp.max()}"
+
+
+def truncate(path: Path, layout: CacheLayout, blocks: int) -> bytes:
+    """Cut a file within a block; returns what it was."""
+    whole = path.read_bytes()
+    os.truncate(path, Places(RecordLayout(layout)).record(blocks) + 1)
+    return whole

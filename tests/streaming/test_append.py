@@ -159,7 +159,7 @@ def test_what_is_refused(rig: Rig, tmp_path: Path) -> None:
     with pytest.raises(ArgumentTypeError, match="key: got dtype float32"):
         decoder.append([first], rig.gpu.zeros((1, 2, 64), "float32"), key, stream=rig.stream)
     wide = rig.upload(context.keys[0][:4])
-    with pytest.raises(ArgumentValueError, match=r"key: got 512 bytes between rows, allowed are .* of 256"):
+    with pytest.raises(ArgumentValueError, match=r"key: got strides .512, 128, 2. .* is C order without"):
         decoder.extend(first, wide[::2], wide[::2], 2, stream=rig.stream)
     with pytest.raises(ArgumentValueError, match=r"value: got shape \(1, 64, 2\)"):
         decoder.append([first], key, key.reshape(1, 64, 2), stream=rig.stream)
@@ -185,10 +185,10 @@ def test_what_is_refused(rig: Rig, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seqs": 0}, "max_seqs: got 0, allowed is 1 or more"),
-        ({"tiles_in_flight": 1}, "tiles_in_flight: got 1, allowed is 2 or more"),
+        ({"max_seqs": 0}, "max_seqs: got 0, allowed is 1 to"),
+        ({"tiles_in_flight": 1}, "tiles_in_flight: got 1, allowed is 2 to"),
         ({"scratch_bytes": 100}, "scratch_bytes: got 100, allowed is 32256 or more: 4 blocks"),
-        ({"resident_bytes": -1}, "resident_bytes: got -1, allowed is 0 or more"),
+        ({"resident_bytes": -1}, "resident_bytes: got -1, allowed is 0 to"),
         ({"k_scale": 1.0}, "streaming takes them for an fp8 cache alone, this one is nvfp4"),
     ],
 )

@@ -182,6 +182,15 @@ def test_a_subset_in_another_order(rig: Rig, fmt: CacheFormat) -> None:
         assert_matches(got, expected[order])
 
 
+@formats
+def test_the_memory_that_it_says(rig: Rig, fmt: CacheFormat) -> None:
+    context = random_context(fmt, [40, 0, 5])
+    decoder = make_decoder(rig, context, tile_blocks=3, slots=2, resident_blocks=7)
+    states = [*decoder._states.arrays, *decoder._merged.arrays]
+    held = [decoder._pool._memory, *(slot._memory for slot in decoder._pipeline.slots), *states]
+    assert decoder.device_bytes == sum(array.nbytes for array in held)
+
+
 def test_results_are_the_same_bits_every_time(rig: Rig) -> None:
     context = random_context(FP8, [500, 20])
     decoder = make_decoder(rig, context, tile_blocks=5, slots=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,15 @@ def test_room_is_used_up_and_shared(wanted: list[int], room: int) -> None:
     short = [got for got, want in zip(given_out, wanted, strict=True) if got < want]
     if short:  # who does not get all has at least what anyone else has, to within one block
         assert min(short) + 1 >= max(given_out)
+
+
+@pytest.mark.parametrize("empty", range(6, 24))
+def test_a_tiles_counts_have_room_too(empty: int) -> None:
+    """Blocks of two sequences with many empty ones between them: a row and a count for each."""
+    tiles = plan_tiles([(0, 1), *[(0, 0)] * empty, (0, 1)], 4)
+    for tile in tiles:
+        assert sum(array.size for array in tile.table()) <= table_entries(4)
+    assert sum(tile.num_blocks for tile in tiles) == 2
 
 
 def test_tiles_are_full_where_they_can_be() -> None:

@@ -23,8 +23,8 @@ from cupaged.errors import (
 )
 from cupaged.formats import BF16, FORMATS, FP8, CacheFormat, CacheLayout
 from cupaged.streaming import FileStore, PinnedStore, Tail
-from cupaged.streaming.device import device_of
-from cupaged.streaming.store.format import BLOCKS_PER_EXTENT, PAGE, Header, Places
+from cupaged.streaming.device import PAGE, device_of
+from cupaged.streaming.store.format import BLOCKS_PER_EXTENT, Header, Places
 from tests.rig import Rig
 from tests.streaming.crash import LAYOUT, RECORD, is_right, record
 
@@ -120,6 +120,7 @@ def test_a_tail_is_kept_replaced_and_dropped(tmp_path: Path) -> None:
         assert store.tail is not None
         assert store.tail.num_tokens == 9
         store.append(blocks(130, 2))
+        assert store.tail is None
     with FileStore.open(tmp_path / "f") as store:
         assert (store.num_blocks, store.tail) == (132, None)
         assert is_right(store)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from cupaged.source import KernelSource, kernels_dir
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest: raised when a reader of an older one could not read a newer one
+ARCH = re.compile(r"sm_(\d+)[af]?")
+_READ = ("key", "entry", "arch", "cubin", "sha256")  # of each kernel
 
 
 @dataclass(frozen=True)
@@ -64,23 +67,45 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """A folder's manifest.
 
     Raises:
-        ArgumentValueError: none, or one of another format.
+        ArgumentValueError: none, or another file of that name, or one of another format.
         KernelSourceError: its kernels come from other sources than this package has.
     """
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise ArgumentValueError(f"folder: got {folder}, whose {MANIFEST} cannot be read: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise ArgumentValueError(
-            f"folder: got {folder}, a manifest of format {manifest.get('format')}; allowed is {FORMAT}"
-        )
+    number = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(number) is not int:
+        raise ArgumentValueError(f"folder: got {folder}, whose {MANIFEST} is no manifest of kernels")
+    if number != FORMAT:
+        raise ArgumentValueError(f"folder: got {folder}, a manifest of format {number}; allowed is {FORMAT}")
+    if not _is_whole(manifest):
+        raise ArgumentValueError(f"folder: got {folder}, whose {MANIFEST} lacks what kernels are found by")
     _check_sources(folder, manifest)
     return manifest
 
 
+def _is_whole(manifest: dict[str, Any]) -> bool:
+    """Whether all that is read of a manifest here is there: the rest is for other readers."""
+    sources, kernels = manifest.get("sources"), manifest.get("kernels")
+    return (
+        isinstance(manifest.get("cupaged"), str)
+        and isinstance(sources, dict)
+        and isinstance(kernels, list)
+        and all(isinstance(kernel, dict) for kernel in kernels)
+        and all(isinstance(kernel.get(name), str) for kernel in kernels for name in _READ)
+        and all(ARCH.fullmatch(kernel["arch"]) for kernel in kernels)
+    )
+
+
 def unload(loaded: Prebuilt) -> None:
-    """Forget a folder; kernels that are on a device stay there."""
+    """Forget a folder; kernels that are on a device stay there.
+
+    Raises:
+        ArgumentValueError: it is not loaded.
+    """
+    if loaded not in _loaded:
+        raise ArgumentValueError(f"loaded: got {loaded!r:.100}, allowed is what `load` returned, once")
     _loaded.remove(loaded)
 
 

@@ -23,6 +23,7 @@ from cupaged.backends.emulator.compiler import find_compiler
 from cupaged.backends.emulator.library import SCHEDULES, KernelLibrary, LaunchRequest, Runtime
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.handle import HandleFactory
+from cupaged.launch import in_range
 from cupaged.registry import DeviceLimits, limits_of_capability
 from cupaged.source import KernelSource
 
@@ -56,8 +57,8 @@ class EmulatorBackend(HandleFactory):
     Args:
         check: ``"off"`` runs fast and finds deadlocks, wrong masks and misused asynchronous copies.
             ``"full"`` also finds data races, stray and misaligned accesses, reads of shared memory that
-            nothing wrote and copies used too early, and names file and line; it takes about ten times as
-            long, on one OS thread whatever `workers` says.
+            nothing wrote and copies used too early, and names file and line; it takes two to four times
+            as long, on one OS thread whatever `workers` says.
         schedule: order in which threads and blocks run: ``"fifo"``, ``"reverse"`` or ``"random"``.
             ``"random"`` also lets asynchronous copies land early or late; the others land them late.
         seed: of the random schedule.
@@ -85,14 +86,14 @@ class EmulatorBackend(HandleFactory):
     ) -> None:
         if check not in ("off", "full"):
             raise ArgumentValueError(f"check: got {check!r}, allowed are 'off' and 'full'")
-        if schedule not in SCHEDULES:
+        if not isinstance(schedule, str) or schedule not in SCHEDULES:
             raise ArgumentValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
         self._check = check == "full"
         self.schedule = schedule
-        self.seed = _at_least("seed", seed, 0) & (2**64 - 1)
-        self.workers = _at_least("workers", workers, 1)
-        self.num_sms = _at_least("num_sms", num_sms, 1)
-        self.stack_bytes = -(-_at_least("stack_bytes", stack_bytes, _MIN_STACK) // _PAGE) * _PAGE
+        self.seed = in_range("seed", seed, 0) & (2**64 - 1)
+        self.workers = in_range("workers", workers, 1)
+        self.num_sms = in_range("num_sms", num_sms, 1)
+        self.stack_bytes = -(-in_range("stack_bytes", stack_bytes, _MIN_STACK) // _PAGE) * _PAGE
         self._compiler = find_compiler()
         self._memory = memory.DeviceMemory()
         self._kernels: dict[tuple[object, ...], EmulatedKernel] = {}
@@ -225,11 +226,3 @@ def _check_writable(source: KernelSource, arguments: Mapping[int, Any]) -> None:
                 f"{parameter.name}: got a NumPy array that must not be written (flags.writeable is False), "
                 "where a result goes; allocate one with gpu.empty"
             )
-
-
-def _at_least(name: str, value: int, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name}: got {value!r}, allowed is an integer")
-    if value < low:
-        raise ArgumentValueError(f"{name}: got {value}, allowed is {low} or more")
-    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -100,19 +101,31 @@ def _look(array: np.ndarray) -> tuple[Any, ...]:
 def stream_handle(stream: Any) -> int:
     """Handle of an int, of an object with ``__cuda_stream__``, or of one with ``ptr``."""
     if isinstance(stream, (int, np.integer)) and not isinstance(stream, bool):
-        if stream < 0:
-            raise ArgumentValueError(f"stream: got {stream}, a handle is not negative")
-        return int(stream)
+        return _in_range(stream)
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        return int((protocol() if callable(protocol) else protocol)[1])
+        given = protocol() if callable(protocol) else protocol
+        try:
+            _, number = map(operator.index, given)
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(
+                f"stream: got {type(stream).__name__} whose __cuda_stream__ gives {given!r}, allowed is a "
+                "pair of integers, version and handle"
+            ) from None
+        return _in_range(number)
     handle = getattr(stream, "ptr", None)
-    if isinstance(handle, int):
-        return handle
+    if isinstance(handle, int) and not isinstance(handle, bool):
+        return _in_range(handle)
     raise ArgumentTypeError(
         f"stream: got {type(stream).__name__}, allowed: int handle, object with __cuda_stream__ or ptr; a "
         "stream is always given (gpu.null_stream() is the default one)"
     )
+
+
+def _in_range(handle: int | np.integer[Any]) -> int:
+    if not 0 <= handle < 1 << 64:
+        raise ArgumentValueError(f"stream: got {handle}, a handle is 0 to 2^64 - 1")
+    return int(handle)
 
 
 def fill(address: int, value: int, num_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import warnings
@@ -13,14 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.errors import ArgumentValueError, StoreDamagedError, StoreError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, StoreDamagedError, StoreError
 from cupaged.formats import CacheLayout
-from cupaged.streaming.device import Bytes
+from cupaged.launch import flag
+from cupaged.streaming.device import PAGE, Bytes
 from cupaged.streaming.records import RecordLayout
 from cupaged.streaming.store import format as file_format
-from cupaged.streaming.store.base import Tail, check_range, check_records, check_tail
-from cupaged.streaming.store.format import BLOCKS_PER_EXTENT, ENTRY, PAGE, Header, Places
-from cupaged.streaming.store.io import Reader, make_reader, write_all
+from cupaged.streaming.store.base import Tail, check_range, check_records, check_tail, check_target
+from cupaged.streaming.store.format import BLOCKS_PER_EXTENT, ENTRY, Header, Places
+from cupaged.streaming.store.io import Reader, flush, make_reader, read_some, write_all
 
 
 class FileStore:
@@ -36,7 +38,7 @@ class FileStore:
     """
 
     def __init__(
-        self, path: Path, header: Header, descriptor: int, *, io: str, durable: bool, writable: bool
+        self, path: Path, header: Header, descriptor: int, reader: Reader, *, durable: bool, writable: bool
     ) -> None:
         self.path = path
         self.header = header
@@ -48,7 +50,7 @@ class FileStore:
         self._writable = writable
         self._num_blocks = 0
         self._tail: Tail | None = None
-        self._reader: Reader = make_reader(path, io)
+        self._reader = reader
 
     # ---- making and opening
 
@@ -77,9 +79,11 @@ class FileStore:
 
         Raises:
             StoreError: the file exists or cannot be made. StoreFullError: no room.
+            StoreFormatError: `user` is too large.
+            ArgumentValueError, ArgumentTypeError: the message names the argument.
         """
-        name = Path(path)
-        header = Header(layout, float(k_scale), float(v_scale), user)
+        name, durable = _path(path), flag("durable", durable)
+        header = Header(layout, k_scale, v_scale, user)
         page = header.pack()
         try:
             descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -88,7 +92,7 @@ class FileStore:
         try:
             _lock(descriptor, name)
             write_all(descriptor, page, 0, name)
-            return cls(name, header, descriptor, io=io, durable=durable, writable=True)
+            return cls(name, header, descriptor, make_reader(name, io), durable=durable, writable=True)
         except BaseException:
             os.close(descriptor)
             name.unlink(missing_ok=True)
@@ -119,22 +123,27 @@ class FileStore:
             StoreDamagedError: blocks are missing that were on the disk for certain.
             StoreError: the file cannot be opened, or is open for writing elsewhere.
         """
-        name = Path(path)
+        name, writable = _path(path), flag("writable", writable)
+        durable, recover = flag("durable", durable), flag("recover", recover)
         flags = os.O_RDWR if writable else os.O_RDONLY
         try:
             descriptor = os.open(name, flags | os.O_CLOEXEC)
         except OSError as error:
             raise StoreError(f"{name}: cannot be opened: {error.strerror}") from error
+        reader: Reader | None = None
         try:
             if writable:
                 _lock(descriptor, name)
-            page = os.pread(descriptor, PAGE, 0)
+            page = read_some(descriptor, PAGE, 0, name)
             header = Header.unpack(page, str(name))
-            store = cls(name, header, descriptor, io=io, durable=durable, writable=writable)
+            reader = make_reader(name, io)
+            store = cls(name, header, descriptor, reader, durable=durable, writable=writable)
             store._load(file_format.unpack_checkpoint(page), recover)
             return store
         except BaseException:
             os.close(descriptor)
+            if reader is not None:
+                reader.close()
             raise
 
     def _load(self, synced: int, recover: bool) -> None:
@@ -157,10 +166,18 @@ class FileStore:
                 "the file was cut short or its index is damaged; recover=True opens what is left"
             )
         if short.size:
+            self._check_tail_tokens(int(entries["num_tokens"][self._num_blocks]))
             record = np.empty(self._shape.record_bytes, np.uint8)
             self._reader.read(self._places.record(self._num_blocks), record)
             self._tail = Tail(record, int(entries["num_tokens"][self._num_blocks]))
         self._drop(whole, len(entries), synced)
+
+    def _check_tail_tokens(self, num_tokens: int) -> None:
+        if not 1 <= num_tokens < self._shape.block_size:
+            raise StoreDamagedError(
+                f"{self.path}: block {self._num_blocks} has {num_tokens} tokens, possible are 1 to "
+                f"{self._shape.block_size}"
+            )
 
     def _drop(self, whole: int, entered: int, synced: int) -> None:
         self.dropped_blocks = entered - whole + self._torn_entry()
@@ -187,7 +204,7 @@ class FileStore:
     def _torn_entry(self) -> int:
         """1 where something that is no whole entry follows the last one."""
         follows = self._num_blocks + (self._tail is not None)
-        raw = os.pread(self._descriptor, ENTRY.itemsize, self._places.entry(follows))
+        raw = read_some(self._descriptor, ENTRY.itemsize, self._places.entry(follows), self.path)
         entry = np.frombuffer(raw.ljust(ENTRY.itemsize, b"\0"), ENTRY)
         return int(any(raw) and not file_format.valid_entries(entry, follows))
 
@@ -196,7 +213,7 @@ class FileStore:
         pages = []
         first = 0
         while True:
-            raw = os.pread(self._descriptor, PAGE, self._places.entry(first))
+            raw = read_some(self._descriptor, PAGE, self._places.entry(first), self.path)
             entries = np.frombuffer(raw[: len(raw) // ENTRY.itemsize * ENTRY.itemsize], ENTRY)
             right = file_format.valid_entries(entries, first)
             pages.append(entries[:right])
@@ -233,24 +250,33 @@ class FileStore:
     def append(self, records: Bytes) -> None:
         """See `BlockStore.append`."""
         check_records(self._shape, records)
-        records = np.ascontiguousarray(records)
-        self._write(records, self._shape.block_size)
+        if not len(records):
+            return
+        self._check_writable()
+        try:
+            self._write(np.ascontiguousarray(records), self._shape.block_size)
+            if self._durable:
+                self._sync(self._num_blocks + len(records))
+        except BaseException:
+            self._undo(len(records))
+            raise
         self._num_blocks += len(records)
         self._tail = None
-        if self._durable:
-            self.sync()
 
     def keep_tail(self, tail: Tail) -> None:
         """See `BlockStore.keep_tail`."""
         check_tail(self._shape, tail)
         record = np.array(tail.record, np.uint8)
-        self._write(record.reshape(1, -1), tail.num_tokens)
+        self._check_writable()
+        try:
+            self._write(record.reshape(1, -1), tail.num_tokens)
+        except BaseException:
+            self._undo(1)
+            raise
         self._tail = Tail(record, tail.num_tokens)
 
     def _write(self, records: Bytes, num_tokens: int) -> None:
         """Records behind the complete blocks, then their entries: without these they do not exist."""
-        if not self._writable:
-            raise StoreError(f"{self.path}: open for reading only; open it with writable=True")
         first = self._num_blocks
         entries = file_format.make_entries(first, records, num_tokens)
         runs = self._places.runs(first, len(records))
@@ -258,13 +284,27 @@ class FileStore:
             part = records[begin - first : begin - first + count]
             write_all(self._descriptor, part, self._places.record(begin), self.path)
         if self._durable:
-            os.fdatasync(self._descriptor)
+            flush(self._descriptor, self.path)
         for begin, count in runs:
             data = entries[begin - first : begin - first + count].tobytes()
             write_all(self._descriptor, data, self._places.entry(begin), self.path)
 
+    def _undo(self, count: int) -> None:
+        """After an error: drop what was written of `count` records, and write the tail again where they lie.
+
+        The error tells what happened; where the disk takes nothing any more, opening drops the rest.
+        """
+        with contextlib.suppress(StoreError):
+            if self._tail is not None:
+                self._write(self._tail.record.reshape(1, -1), self._tail.num_tokens)
+            kept = int(self._tail is not None)
+            self._forget(self._num_blocks + kept, count - kept)
+            if self._durable:
+                self._write_checkpoint(self._num_blocks)
+
     def pinned(self, first: int, count: int) -> None:
         """None: blocks of a file must be read."""
+        self._check_open()
         check_range(first, count, self._num_blocks)
 
     def read(self, first: int, target: Bytes) -> None:
@@ -272,12 +312,11 @@ class FileStore:
 
         Raises:
             StoreDamagedError: the file is shorter than it was.
+            StoreError: the store is closed, or the system reports a failure.
         """
+        self._check_open()
         size = self._shape.record_bytes
-        count, rest = divmod(target.size, size)
-        if rest:
-            raise ArgumentValueError(f"target: got {target.size} bytes, allowed are multiples of {size}")
-        check_range(first, count, self._num_blocks)
+        count = check_target(self._shape, first, target, self._num_blocks)
         for begin, length in self._places.runs(first, count):
             at = (begin - first) * size
             self._reader.read(self._places.record(begin), target[at : at + length * size])
@@ -290,26 +329,50 @@ class FileStore:
         Raises:
             StoreDamagedError: naming the first block that differs.
         """
+        self._check_open()
         whole = self._intact(0, self._read_index()[: self._num_blocks])
         if whole < self._num_blocks:
             raise StoreDamagedError(f"{self.path}: block {whole} does not hold what its checksum says")
 
     def sync(self) -> None:
         """Wait until the disk holds what was written, and note in the file that it does."""
-        os.fdatasync(self._descriptor)
-        checkpoint = file_format.pack_checkpoint(self._num_blocks)
+        self._check_writable()
+        self._sync(self._num_blocks)
+
+    def _sync(self, num_blocks: int) -> None:
+        flush(self._descriptor, self.path)
+        self._write_checkpoint(num_blocks)
+        flush(self._descriptor, self.path)
+
+    def _write_checkpoint(self, num_blocks: int) -> None:
+        checkpoint = file_format.pack_checkpoint(num_blocks)
         write_all(self._descriptor, checkpoint, file_format.CHECKPOINT_OFFSET, self.path)
-        os.fdatasync(self._descriptor)
+
+    def _check_open(self) -> None:
+        if self._descriptor < 0:
+            raise StoreError(f"{self.path}: closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if not self._writable:
+            raise StoreError(f"{self.path}: open for reading only; open it with writable=True")
 
     def close(self) -> None:
-        """Sync what was written and give the file back. Calling it again does nothing."""
+        """Sync what was written and give the file back, even where syncing fails. Calling it again does
+        nothing.
+
+        Raises:
+            StoreError: the disk may not hold all of what was written; the store is closed.
+        """
         if self._descriptor < 0:
             return
-        if self._writable:
-            self.sync()
-        os.close(self._descriptor)
-        self._reader.close()
-        self._descriptor = -1
+        try:
+            if self._writable:
+                self._sync(self._num_blocks)
+        finally:
+            descriptor, self._descriptor = self._descriptor, -1
+            self._reader.close()
+            os.close(descriptor)
 
     def __enter__(self) -> FileStore:
         return self
@@ -318,6 +381,14 @@ class FileStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _path(path: str | Path) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(f"path: got {path!r}, allowed is a str or a Path")
+    if "\0" in os.fspath(path):
+        raise ArgumentValueError(f"path: got {path!r}, which has a null character")
+    return Path(path)
 
 
 def _lock(descriptor: int, name: Path) -> None:

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.errors import CupagedError, StoreFormatError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, CupagedError, StoreFormatError
 from cupaged.formats import CacheLayout, cache_format
+from cupaged.ops._checks import check_scale
+from cupaged.streaming.device import PAGE
 from cupaged.streaming.records import RecordLayout
 
-PAGE = 4096
 MAGIC = b"CUPAGEKV"
 VERSION = 1
 BLOCKS_PER_EXTENT = 128
@@ -62,14 +63,20 @@ class Header:
     v_scale: float = 1.0
     user: Any = None
 
+    def __post_init__(self) -> None:
+        RecordLayout(self.layout)
+        for name in ("k_scale", "v_scale"):
+            object.__setattr__(self, name, check_scale(name, getattr(self, name)))
+
     def pack(self) -> bytes:
         """The header page.
 
         Raises:
             StoreFormatError: `user` is too large.
+            ArgumentTypeError, ArgumentValueError: JSON cannot hold `user`.
         """
         layout = self.layout
-        text = json.dumps(
+        text = _json(
             {
                 "format": layout.format.name,
                 "num_kv_heads": layout.num_kv_heads,
@@ -82,7 +89,7 @@ class Header:
                 "v_scale": self.v_scale,
                 "user": self.user,
             }
-        ).encode()
+        )
         head = np.array((MAGIC, VERSION, len(text), zlib.crc32(text)), _HEAD)
         page = head.tobytes() + text
         if len(page) > CHECKPOINT_OFFSET:
@@ -112,8 +119,17 @@ class Header:
             raise StoreFormatError(f"{name}: the header is damaged (its checksum does not agree)")
         try:
             return _header_of(json.loads(text))
-        except (KeyError, TypeError, ValueError, CupagedError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError, CupagedError) as error:
             raise StoreFormatError(f"{name}: the header says what cannot be: {error}") from error
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(fields).encode()
+    except TypeError as error:
+        raise ArgumentTypeError(f"user: got what JSON cannot hold: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArgumentValueError(f"user: got what JSON cannot hold: {error}") from None
 
 
 def _header_of(fields: dict[str, Any]) -> Header:

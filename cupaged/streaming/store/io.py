@@ -35,6 +35,31 @@ def write_all(descriptor: int, data: bytes | Bytes, offset: int, name: Path) -> 
             ) from error
 
 
+def flush(descriptor: int, name: Path) -> None:
+    """Wait until the disk holds what was written.
+
+    Raises:
+        StoreFullError, StoreError: it does not.
+    """
+    try:
+        os.fdatasync(descriptor)
+    except OSError as error:
+        kind = StoreFullError if error.errno in _NO_ROOM else StoreError
+        raise kind(f"{name}: writing to the disk failed: {error.strerror}") from error
+
+
+def read_some(descriptor: int, size: int, offset: int, name: Path) -> bytes:
+    """As many bytes as the file has there, up to a size.
+
+    Raises:
+        StoreError: the system reports a failure.
+    """
+    try:
+        return os.pread(descriptor, size, offset)
+    except OSError as error:
+        raise StoreError(f"{name}: reading at {offset} failed: {error.strerror}") from error
+
+
 def short_read(name: Path, offset: int, wanted: int, got: int) -> StoreDamagedError:
     """The error for a file that ends too early."""
     return StoreDamagedError(
@@ -43,7 +68,7 @@ def short_read(name: Path, offset: int, wanted: int, got: int) -> StoreDamagedEr
 
 
 class Reader:
-    """Plain reads into a buffer."""
+    """Plain reads into a buffer. Once closed, it reads nothing more: its descriptor may be another file's."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,7 +87,12 @@ class Reader:
             StoreDamagedError: the file ends too early.
             StoreError: the system reports a failure.
         """
+        self._check_open()
         self._read_into(target.data, offset)
+
+    def _check_open(self) -> None:
+        if self._descriptor < 0:
+            raise StoreError(f"{self._path}: closed")
 
     def _read_into(self, view: memoryview, offset: int, needed: int | None = None) -> None:
         """Read until `needed` bytes are there; the rest of the view may stay as it is."""
@@ -80,8 +110,10 @@ class Reader:
             done += count
 
     def close(self) -> None:
-        """Give the descriptor back."""
-        os.close(self._descriptor)
+        """Give the descriptor back. Calling it again does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class DirectReader(Reader):
@@ -97,6 +129,7 @@ class DirectReader(Reader):
 
     def read(self, offset: int, target: Bytes) -> None:
         """Straight into the target where address, offset and size are whole pages; else through a buffer."""
+        self._check_open()
         if offset % PAGE == 0 and target.size % PAGE == 0 and target.ctypes.data % PAGE == 0:
             self._read_into(target.data, offset)
             return
@@ -122,16 +155,28 @@ class MappedReader(Reader):
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy out of the mapping. A file that another process cuts short meanwhile kills this one."""
+        self._check_open()
         end = offset + target.size
         size = os.fstat(self._descriptor).st_size
         if size < end:
             raise short_read(self._path, offset, target.size, max(0, size - offset))
         mapping = self._map
         if mapping is None or mapping.size < end:
-            raw = mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ)
+            raw = self._mapped(size)
             raw.madvise(mmap.MADV_SEQUENTIAL)
             mapping = self._map = np.frombuffer(raw, np.uint8)
         np.copyto(target, mapping[offset:end])
+
+    def _mapped(self, size: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise StoreError(f"{self._path}: mapping {size} bytes failed: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Give descriptor and mapping back."""
+        super().close()
+        self._map = None
 
 
 READERS: dict[str, type[Reader]] = {"read": Reader, "mmap": MappedReader, "direct": DirectReader}
@@ -144,6 +189,6 @@ def make_reader(path: Path, io: str) -> Reader:
         ArgumentValueError: no such kind.
         StoreError: the file cannot be opened so.
     """
-    if io not in READERS:
+    if not isinstance(io, str) or io not in READERS:
         raise ArgumentValueError(f"io: got {io!r}, allowed are {', '.join(READERS)}")
     return READERS[io](path)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupaged.errors import ArgumentValueError, StoreFullError
+import numpy as np
+
+from cupaged.errors import ArgumentTypeError, ArgumentValueError, StoreFullError
 from cupaged.formats import CacheLayout
+from cupaged.launch import in_range
+from cupaged.streaming.arguments import MOST_BLOCKS
 from cupaged.streaming.device import Bytes, device_of
 from cupaged.streaming.records import RecordLayout
-from cupaged.streaming.store.base import Tail, check_range, check_records, check_tail
+from cupaged.streaming.store.base import Tail, check_range, check_records, check_tail, check_target
 
 
 class PinnedStore:
@@ -18,20 +22,20 @@ class PinnedStore:
         gpu: the backend whose copies will read it.
         layout: of a block of K or V.
         capacity_blocks: blocks that it can hold; the memory is taken at once.
-        memory: pinned memory of the caller's to use instead, uint8, one axis, that long at least.
+        memory: pinned memory of the caller's to use instead, uint8, one axis, contiguous, that long at least.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: the message names the argument.
     """
 
     def __init__(
         self, gpu: Any, layout: CacheLayout, capacity_blocks: int, *, memory: Bytes | None = None
     ) -> None:
-        if capacity_blocks < 1:
-            raise ArgumentValueError(f"capacity_blocks: got {capacity_blocks}, allowed is 1 or more")
         self._shape = RecordLayout(layout)
+        capacity_blocks = in_range("capacity_blocks", capacity_blocks, 1, MOST_BLOCKS)
         size = capacity_blocks * self._shape.record_bytes
-        if memory is not None and (memory.dtype != "uint8" or memory.ndim != 1 or memory.size < size):
-            raise ArgumentValueError(
-                f"memory: got {memory.dtype} {memory.shape}, allowed is uint8 with {size} bytes or more"
-            )
+        if memory is not None:
+            _check_memory(memory, size)
         self._memory = device_of(gpu).pinned(size) if memory is None else memory[:size]
         self._records = self._memory.reshape(capacity_blocks, self._shape.record_bytes)
         self._num_blocks = 0
@@ -64,7 +68,7 @@ class PinnedStore:
 
     def reserve(self, count: int) -> Bytes:
         """Add blocks whose bytes the caller writes in place: a view ``[count, record_bytes]``."""
-        return self._extend(count)
+        return self._extend(in_range("count", count, 0))
 
     def _extend(self, count: int) -> Bytes:
         end = self._num_blocks + count
@@ -75,7 +79,8 @@ class PinnedStore:
             )
         added = self._records[self._num_blocks : end]
         self._num_blocks = end
-        self._tail = None
+        if count:
+            self._tail = None
         return added
 
     def keep_tail(self, tail: Tail) -> None:
@@ -91,4 +96,19 @@ class PinnedStore:
 
     def read(self, first: int, target: Bytes) -> None:
         """See `BlockStore.read`."""
-        target[...] = self.pinned(first, target.size // self._shape.record_bytes)
+        count = check_target(self._shape, first, target, self._num_blocks)
+        target[...] = self.pinned(first, count)
+
+
+def _check_memory(memory: Bytes, size: int) -> None:
+    if not isinstance(memory, np.ndarray):
+        raise ArgumentTypeError(f"memory: got {type(memory).__name__}, allowed is a NumPy array of uint8")
+    if memory.dtype != "uint8" or memory.ndim != 1 or memory.size < size:
+        raise ArgumentValueError(
+            f"memory: got {memory.dtype} {memory.shape}, allowed is uint8 with {size} bytes or more"
+        )
+    if not memory.flags.c_contiguous or not memory.flags.writeable:
+        raise ArgumentValueError(
+            f"memory: got strides {memory.strides} and writeable {memory.flags.writeable}, allowed is "
+            "contiguous memory that may be written"
+        )

@@ -15,7 +15,7 @@ struct Worker;
 
 namespace check {
 
-// Memory that a pointer parameter stands for. Filled in by cupaged/backends/emulator/library.py.
+// Memory that a pointer parameter stands for. Filled in by cupaged/backends/emulator/check_setup.py.
 struct BufferRange {
   uint64_t address;
   uint64_t bytes;
@@ -23,7 +23,7 @@ struct BufferRange {
   int64_t writable;  // 0: a pointer to const
 };
 
-// What a launch says about itself. Filled in by library.py: fixed layout.
+// What a launch says about itself. Filled in by check_setup.py: fixed layout.
 struct Setup {
   const BufferRange* buffers;
   uint64_t num_buffers;
