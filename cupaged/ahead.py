@@ -248,9 +248,8 @@ class KernelSet:
         if isinstance(archs, str) or not isinstance(archs, Sequence):
             raise ArgumentTypeError(f"archs: got {archs!r}, allowed is a sequence of architectures")
         target = _path(folder)
-        work = [
-            (source, arch) for arch in dict.fromkeys(map(_named_arch, archs)) for source in self.sources(arch)
-        ]
+        names = dict.fromkeys(map(_named_arch, archs))
+        work = [(source, arch) for arch in names for source in self.sources(arch)]
         _make_folder(target)
         earlier = _earlier_manifest(target)
         codes = _compiled(work, progress)

@@ -323,7 +323,15 @@ class CascadeDecoder:
             )
         except ArgumentError as error:
             error.rename(_PREFIX_NAMES)
+            if isinstance(error, CheckedModeError) and error.array == "prefix_table" and error.index:
+                raise _in_one_row(error, error.index[-1]) from None
             raise
+
+
+def _in_one_row(error: CheckedModeError, index: int) -> CheckedModeError:
+    """What is wrong with a table of all groups, by the index in the one row that the caller gave."""
+    message = f"{error.array}[{index}]: {error.detail.partition(': ')[2]}"
+    return CheckedModeError(message, array=error.array, index=(index,), value=error.value)
 
 
 def _cache_options(cache: KVCache) -> dict[str, Any]:

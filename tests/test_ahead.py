@@ -23,7 +23,7 @@ from cupaged.errors import (
     BackendUnavailableError,
     KernelSourceError,
 )
-from cupaged.formats import BF16, FORMATS, FP8, CacheLayout
+from cupaged.formats import BF16, FORMATS, CacheLayout
 from cupaged.registry import KernelEntry, buffer_expressions, entries, limits_of_capability
 from cupaged.registry.decode import planned_spec
 from cupaged.source import KernelSource
@@ -185,7 +185,29 @@ def test_what_is_wrong_with_a_folder(folder: Path, tmp_path: Path, no_nvrtc: Fak
         path.write_text(json.dumps(manifest | {"sources": manifest["sources"] | other}))
         with pytest.raises(KernelSourceError, match=f"its {next(iter(other))} was compiled by cupaged"):
             ahead.load(folder)
+    others: tuple[Any, ...] = ([], 5, None, "x", {}, {"format": True}, {"format": "1"})
+    for none in others:
+        path.write_text(json.dumps(none))
+        with pytest.raises(ArgumentValueError, match=r"^folder: got .* whose manifest\.json is no manifest"):
+            ahead.load(folder)
+    first = manifest["kernels"][0]
+    damages: tuple[dict[str, Any], ...] = (
+        {"sources": []}, {"cupaged": None}, {"kernels": {}}, {"kernels": [1]}, {"kernels": [{}]},
+        {"kernels": [first | {"arch": "gpu"}]}, {"kernels": [first | {"sha256": 1}]},
+    )  # fmt: skip
+    for changed in damages:
+        path.write_text(json.dumps(manifest | changed))
+        for use in (ahead.load, lambda target: KernelSet().save(target, [])):
+            with pytest.raises(ArgumentValueError, match=r"^folder: got .* whose manifest\.json lacks"):
+                use(folder)
+    for folderless in (None, 5):
+        with pytest.raises(ArgumentTypeError, match=f"folder: got {folderless}, allowed is a path"):
+            ahead.load(folderless)  # type: ignore[arg-type]
     path.write_text(json.dumps(manifest))
+    loaded = ahead.load(folder)
+    ahead.unload(loaded)
+    with pytest.raises(ArgumentValueError, match=r"^loaded: got .* allowed is what `load` returned"):
+        ahead.unload(loaded)
     ahead.load(folder)
     gpu = CupyBackend()
     kernel = next(kernel for kernel in manifest["kernels"] if kernel["entry"] == "bf16_absmax")
@@ -317,44 +339,6 @@ def test_a_manifest_says_how_addresses_are_aligned(folder: Path) -> None:
             assert parameter["multiple"] == entry.multiples.get(parameter["name"], 1)
         described += len(entry.multiples)
     assert described > 10
-
-
-def test_a_set_holds_what_its_objects_launch() -> None:
-    """Of every kind of request, and each kernel once."""
-    layout = CacheLayout(FP8, 2, 64, 16)
-    kernels = KernelSet().add_cache(layout).add_cache(layout).add_decoder(layout, 8, max_seqs=600)
-    kernels.add_decoder(layout, 8, split_tokens=64, max_blocks_per_seq=4).add_cascade(layout, 8)
-    found = kernels.sources(ARCH)
-    assert len({(source.entry, source.defines) for source in found}) == len(found)
-    assert {source.entry for source in found} == {
-        "reshape_and_cache_fp8", "gather_tokens_f32", "gather_tokens_bf16", "copy_cache_blocks",
-        "paged_decode_attn_planned", "paged_decode_attn_plan", "paged_decode_attn_chunked",
-        "paged_decode_attn_merge_chunks", "merge_states_bf16",
-    }  # fmt: skip
-    assert {dict(source.defines).get("SPEC_QUERY_TOKENS") for source in found} == {None, "1", "6"}
-    smaller = kernels.sources("sm_80")
-    assert {dict(source.defines).get("SPEC_BULK") for source in smaller} == {None, "0"}
-
-
-def test_what_a_set_refuses(tmp_path: Path) -> None:
-    kernels = KernelSet()
-    with pytest.raises(ArgumentValueError, match="formats: got 'int8', allowed are bf16, fp8, nvfp4"):
-        kernels.add_model(**MODEL, formats=("int8",))
-    with pytest.raises(KernelSourceError, match="no kernel bf16_absmax:nothing"):
-        kernels.add_kernel("bf16_absmax", "nothing")
-    for arch in ("compute_90", "sm_", "90"):
-        with pytest.raises(ArgumentValueError, match=f"arch: got '{arch}'"):
-            kernels.sources(arch)
-    for arch in ("sm_70", "sm_75", "sm_9a"):
-        with pytest.raises(ArgumentValueError, match=f"arch: got '{arch}', allowed are sm_80 and later"):
-            kernels.sources(arch)
-    with pytest.raises(ArgumentTypeError, match="archs: got 'sm_90a'"):
-        kernels.save(tmp_path, "sm_90a")
-    with pytest.raises(ArgumentValueError, match="head_dim: got 40"):
-        KernelSet().add_kernel(
-            "reshape_and_cache_bf16", "reshape_and_cache_bf16", head_dim=40, block_size=16
-        ).sources(ARCH)
-    assert not list(tmp_path.iterdir())
 
 
 @needs_nvrtc

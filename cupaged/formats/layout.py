@@ -83,7 +83,8 @@ class CacheLayout:
     Attributes:
         format: how values are stored.
         num_kv_heads: KV heads, > 0.
-        head_dim: values of one head: even, for NVFP4 a multiple of 16.
+        head_dim: values of one head: even, for NVFP4 a multiple of 16. Kernels take multiples of 16 up to
+            256, of any format, which a `KVCache`, a `Decoder` and the launchers check.
         block_size: tokens of one block, > 0.
         block_stride_override: bytes from one block to the next, at least ``block_bytes``, for pools
             with padding, with K and V interleaved, or of many layers; None = tight. BF16: an even number.

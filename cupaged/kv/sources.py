@@ -27,6 +27,8 @@ def num_tokens_of(given: int | None, **arrays: Any) -> int:
 
 def token_stride(name: str, array: Any, row: int) -> int:
     """Elements between tokens, from an array's strides; `row` where it has none."""
+    if isinstance(array, np.generic):
+        return row  # an address
     strides, shape = getattr(array, "strides", None), getattr(array, "shape", None)
     if shape is not None and len(shape) < 2:
         raise ArgumentValueError(f"{name}: got shape {tuple(shape)}, allowed is [num_tokens, ...]")

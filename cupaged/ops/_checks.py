@@ -292,9 +292,9 @@ def check_size(name: str, value: Any, needed: int, element_bytes: int = 4) -> No
 
 def check_each(name: str, value: Any, count: int) -> None:
     """An array has shape ``[count]`` exactly, one number for each head; a sized pointer has room for them."""
-    check_size(name, value, count)
     shape = getattr(value, "shape", None) if _is_array(value) else None
     if shape is None:
+        check_size(name, value, count)
         return
     if str(value.dtype) not in DTYPES["f32"]:
         raise ArgumentTypeError(f"{name}: got dtype {value.dtype}, allowed: {dtype_names(DTYPES['f32'])}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cupaged import DevicePtr, EmulatorBackend
+from cupaged import EmulatorBackend
 from cupaged.errors import KernelFault
 from tests.features.batches import Call, make_batch
 from tests.features.setups import Setup
@@ -26,8 +26,8 @@ def test_the_next_call_is_right(setup: Setup) -> None:
     shared, faulty = (make_batch(setup, Call(lengths=lengths)) for lengths in ((300,), (300, 10, 700)))
     expected = shared.check(rig, decoder)
     arguments = faulty.arguments(rig)
-    output = rig.full_bf16(faulty.q.shape)
-    short = DevicePtr(rig.gpu.pointer(output), output[0].nbytes)
+    row = rig.full_bf16(faulty.q.shape[1:])
+    short = rig.gpu.pointer(row)  # an address has no size that checks could know
     for _ in range(3):
         with pytest.raises(KernelFault, match="outside every buffer"):
             decoder.decode(**{**arguments, "output": short})

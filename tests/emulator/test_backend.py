@@ -26,6 +26,13 @@ class UcontextBackend(EmulatorBackend):
         return ("CUPAGED_EMULATOR_UCONTEXT",)
 
 
+@pytest.mark.parametrize("name", ["schedule", "check"])
+@pytest.mark.parametrize("bad", [["fifo"], None, 3, "lifo", {}])
+def test_names_of_modes(name: str, bad: Any) -> None:
+    with pytest.raises(ArgumentValueError, match=rf"^{name}: got .*, allowed are "):
+        EmulatorBackend(**{name: bad})
+
+
 @pytest.mark.parametrize("schedule", ["fifo", "random"])
 def test_portable_switch_gives_the_same(schedule: str) -> None:
     tiles = np.random.default_rng(0).standard_normal((11, 64)).astype(np.float32)

@@ -125,7 +125,8 @@ def test_the_modules_that_the_guides_name_say_something() -> None:
 
 
 def test_make_help_lists_every_target() -> None:
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "--no-print-directory", "help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     phony = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert listed == set(" ".join(phony).split()) - {"help", "compiler"}

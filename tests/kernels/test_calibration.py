@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupaged import KVCache
+from cupaged import DevicePtr, KVCache
 from cupaged.calibration import Fp8Calibration
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import FP8, CacheLayout
@@ -65,6 +65,33 @@ def test_headroom_keeps_the_largest_value_below_saturation(rig: Rig) -> None:
     assert rig.download(cache.k_pool).reshape(2, 64)[:, 0].tolist() == [0x76, 0x7E]  # 224 and 448
 
 
+@pytest.mark.parametrize("heads", [None, 2])
+def test_rows_are_those_of_the_array(rig: Rig, heads: int | None) -> None:
+    """An array's own stride, or none: other rows would be read, and a maximum missed."""
+    data = np.zeros((10, 256), BF)
+    data[9, 100] = 100.0
+    wide = rig.upload(data)
+    calibration = Fp8Calibration(rig.gpu, num_heads=heads)
+    with pytest.raises(ArgumentValueError, match="row_stride: got 128, but data has 256 elements between"):
+        calibration.update(wide[:, :128], 10, 128, 128, rig.stream)
+    assert not rig.download(calibration.absmax).any()
+    calibration.update(wide[:, :128], 10, 128, 256, rig.stream)
+    assert rig.download(calibration.absmax).max() == 100.0
+
+
+def test_addresses_of_data(rig: Rig) -> None:
+    """By themselves, and with a size that the rows must fit in."""
+    data = rig.upload(np.arange(1, 13, dtype=np.float32).astype(BF).reshape(2, 6))
+    address = rig.gpu.pointer(data)
+    for given in (address, np.uint64(address), DevicePtr(address), DevicePtr(address, 24)):
+        calibration = Fp8Calibration(rig.gpu, num_heads=2)
+        calibration.update(given, 2, 6, 6, rig.stream)
+        assert rig.download(calibration.absmax).tolist() == [9.0, 12.0]
+    for heads in (1, 2):
+        with pytest.raises(ArgumentValueError, match="data: got 22 bytes, needed are 24"):
+            Fp8Calibration(rig.gpu, num_heads=heads).update(DevicePtr(address, 22), 2, 6, 6, rig.stream)
+
+
 def test_what_is_refused(rig: Rig) -> None:
     for bad in (0.5, 0.0, -1.0, np.nan, np.inf):
         with pytest.raises(ArgumentValueError, match="headroom"):
@@ -81,5 +108,8 @@ def test_what_is_refused(rig: Rig) -> None:
     with pytest.raises(ArgumentTypeError, match="data: got dtype float32"):
         calibration.update(rig.gpu.zeros((4, 24), np.float32), 4, 24, 24, rig.stream)
     with pytest.raises(ArgumentValueError, match="row_stride: got 8, a row has 24"):
-        calibration.update(data, 2, 24, 8, rig.stream)
+        calibration.update(rig.gpu.pointer(data), 2, 24, 8, rig.stream)
+    for nothing in (None, [1.0], True, -1):
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=r"^data: got"):
+            calibration.update(nothing, 2, 24, 24, rig.stream)
     assert rig.download(calibration.absmax).tolist() == [0.0] * 3

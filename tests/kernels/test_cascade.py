@@ -286,7 +286,7 @@ def test_checked_mode_names_the_prefix(rig: Rig) -> None:
     bad = case.prefix_table.copy()
     bad[1] = BLOCKS
     for prefix, name, index in (
-        ((rig.upload(bad), 40), "prefix_table", (0, 1)),
+        ((rig.upload(bad), 40), "prefix_table", (1,)),
         ((rig.upload(case.prefix_table), lengths), "prefix_len", (0,)),
     ):
         with (
