@@ -132,7 +132,7 @@ def test_other_numbers_of_tokens_are_refused(rig: Rig, tokens: int) -> None:
 
 def test_a_number_of_tokens_that_is_none(rig: Rig) -> None:
     with pytest.raises(ArgumentTypeError, match="query_tokens"):
-        Setup(query_tokens=2.0).decoder(rig)  # type: ignore[arg-type]
+        Setup(query_tokens=2.5).decoder(rig)  # type: ignore[arg-type]
 
 
 def test_q_of_another_number_of_tokens(rig: Rig) -> None:
