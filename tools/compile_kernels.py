@@ -1,7 +1,7 @@
 """Many kernels compiled at once into the cache on disk, by processes: for benchmarks, random cases, sweeps.
 
-A `cupaged.ahead.KernelSet` says which. Threads would wait for each other: loading a kernel is locked, and so
-is part of NVRTC.
+A `cupaged.ahead.KernelSet` says which. Threads, by which a `Decoder` gets its few kernels, would
+share one interpreter between hundreds.
 """
 
 from __future__ import annotations
