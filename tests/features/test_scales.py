@@ -84,7 +84,7 @@ def test_scales_by_head_are_f32_and_one_for_each(rig: Rig, fmt: CacheFormat, nam
         with pytest.raises(ArgumentValueError, match=f"{name[:-1]}: got .* a bf16 cache has none"):
             batch.run(rig, **{name: rig.gpu.zeros(2, np.float32)})
         return
-    for shape in ((1,), (8,), (1, 2), (2, 1)):  # of which the first two would be taken
+    for shape in ((1,), (8,), (1, 2), (2, 1)):
         with pytest.raises(ArgumentValueError, match=rf"^{name}: got shape .*, allowed is \(2,\)"):
             batch.run(rig, **{name: rig.gpu.zeros(shape, np.float32)})
     with pytest.raises(ArgumentTypeError, match=f"{name}.*float64"):
