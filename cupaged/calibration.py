@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.errors import ArgumentError, ArgumentValueError
+from cupaged.errors import ArgumentValueError
 from cupaged.formats import E4M3_MAX, checked_scale
-from cupaged.interop import named_array
-from cupaged.launch import as_integer, in_range
+from cupaged.interop import address_of, named_array
+from cupaged.launch import as_integer
 from cupaged.ops import bf16_absmax_rows
 from cupaged.ops._checks import check_row_stride
 from cupaged.pointers import DevicePtr
@@ -73,22 +73,13 @@ class Fp8Calibration:
             )
         self._kernel.check_array(0, data)
         check_row_stride("row_stride", row_stride, row_elems, num_rows, data, "data")
-        first, maxima = self._address(data), self._gpu.pointer(self.absmax)
+        first, maxima = address_of(self._gpu, "data", data), self._gpu.pointer(self.absmax)
         head_dim = row_elems // self._heads
         reach = _BF16_BYTES * (max(0, num_rows - 1) * row_stride + head_dim)  # bytes, of one head's rows
         for head in range(self._heads):
             rows = DevicePtr(first + _BF16_BYTES * head * head_dim, reach)
             absmax = DevicePtr(maxima + _F32_BYTES * head, _F32_BYTES)
             self._launch(rows, absmax, num_rows, head_dim, row_stride, stream)
-
-    def _address(self, data: Any) -> int:
-        if isinstance(data, (int, np.integer)) and not isinstance(data, bool):
-            return in_range("data", data, 0, 2**64 - 1)
-        try:
-            return int(self._gpu.pointer(data))
-        except ArgumentError as error:
-            error.rename({"pointer": "data"})
-            raise
 
     def _launch(
         self, data: Any, absmax: Any, num_rows: int, row_elems: int, row_stride: int, stream: Any

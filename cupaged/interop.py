@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cupaged import dlpack
 from cupaged.errors import ArgumentError, ArgumentTypeError, ArgumentValueError
+from cupaged.launch import in_range
 from cupaged.pointers import DevicePtr
 
 if TYPE_CHECKING:
@@ -35,6 +36,17 @@ def check_backend(gpu: Any) -> None:
         raise ArgumentTypeError(
             f"gpu: got {type(gpu).__name__}, allowed is a backend: CupyBackend or EmulatorBackend"
         )
+
+
+def address_of(gpu: GpuBackend, name: str, value: Any) -> int:
+    """Address of an array of the backend, of a `DevicePtr` or an int, under the argument's name in errors."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return in_range(name, value, 0, 2**64 - 1)
+    try:
+        return int(gpu.pointer(value))
+    except ArgumentError as error:
+        error.rename({"pointer": name})
+        raise
 
 
 def device_array(gpu: GpuBackend, value: Any, stream: Any, *, writable: bool = False) -> Any:

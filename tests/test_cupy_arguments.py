@@ -120,7 +120,7 @@ def test_a_host_array_is_told_what_to_do(gpu: Any) -> None:
 
 
 def test_streams(gpu: Any) -> None:
-    assert [gpu.stream_handle(handle) for handle in (0, 1, 2, 2**47)] == [0, 1, 2, 2**47]
+    assert [gpu.stream_handle(handle) for handle in (0, 1, np.int64(2), 2**47)] == [0, 1, 2, 2**47]
     for stream in (Stream(77), ExternalStream(77), ProtocolStream(77)):
         assert gpu.stream_handle(stream) == 77
     attribute = SimpleNamespace(__cuda_stream__=(0, 78))
@@ -132,8 +132,12 @@ def test_a_stream_is_always_given(gpu: Any) -> None:
     for bad in (None, True, False, "0", 0.0, object()):
         with pytest.raises(ArgumentTypeError, match=f"stream: got {type(bad).__name__}, allowed: int handle"):
             gpu.stream_handle(bad)
-    with pytest.raises(ArgumentValueError, match="stream: got -1, a handle is not negative"):
-        gpu.stream_handle(-1)
+    for number in (-1, np.int64(-1), 2**64):
+        with pytest.raises(ArgumentValueError, match=f"stream: got {number}, a handle is 0 to"):
+            gpu.stream_handle(number)
+    for given in (5, (0,), (0, "x"), (0, 1.5), (0, 1, 2)):
+        with pytest.raises(ArgumentTypeError, match=r"^stream: got .* whose __cuda_stream__ gives"):
+            gpu.stream_handle(SimpleNamespace(__cuda_stream__=given))
 
 
 def test_dtypes_that_cupy_lacks_become_bits() -> None:

@@ -238,7 +238,7 @@ def test_a_decoder_checks_every_call(gpu: FakeBackend, fmt: CacheFormat) -> None
         ({"output": None}, "output: got NoneType"),
         ({"stream": None}, "stream: got None"),
         ({"k_scales": aligned(1, np.float32)}, r"k_scales?: got "),
-        ({"k_scale": -1.0}, r"k_scale(: got| is) -1\.0"),
+        ({"k_scale": -1.0}, r"k_scale: got -1\.0"),
         ({"v_scale": None, "v_scales": aligned(2, np.float16)}, r"v_scale"),
         ({"sinks": aligned(7, np.float32)}, r"sinks: got shape \(7,\), allowed is \(8,\)"),
         ({"sinks": (1 << 20) + 2}, "^sinks: got 0x100002, its address, in bytes, must be a multiple of 4"),

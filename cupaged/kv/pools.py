@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.errors import ArgumentError, ArgumentTypeError, ArgumentValueError
+from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.formats import CacheLayout
+from cupaged.interop import address_of
 from cupaged.launch import as_integer
 from cupaged.ops._runs import Run, meet
 from cupaged.pointers import DevicePtr
@@ -48,7 +49,7 @@ def pool_of(gpu: Any, name: str, array: Any, layout: CacheLayout, num_blocks: in
         ArgumentTypeError: a dtype of another format.
         ArgumentValueError: shape, strides or alignment that the layout does not have, or too small a pool.
     """
-    address = _address_of(gpu, name, array)
+    address = address_of(gpu, name, array)
     held = _held_blocks(name, array, layout)
     if num_blocks is None and held is None:
         raise ArgumentValueError(f"num_blocks: got None, but nothing tells how many blocks {name} has")
@@ -59,16 +60,6 @@ def pool_of(gpu: Any, name: str, array: Any, layout: CacheLayout, num_blocks: in
         raise ArgumentValueError(f"{name}: got address {address:#x}, it must be a multiple of 16")
     nbytes = (count - 1) * layout.block_stride_bytes + layout.block_bytes if count else 0
     return Pool(array, DevicePtr(address, nbytes), count)
-
-
-def _address_of(gpu: Any, name: str, array: Any) -> int:
-    if isinstance(array, int):
-        return array
-    try:
-        return int(gpu.pointer(array))
-    except ArgumentError as error:
-        error.rename({"pointer": name})
-        raise
 
 
 def check_blocks_apart(k: Pool, v: Pool, layout: CacheLayout, value_layout: CacheLayout) -> None:

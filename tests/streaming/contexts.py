@@ -123,6 +123,16 @@ def random_context(
 MakeStore = Callable[[Rig, Context, int], BlockStore]
 
 
+def cut(context: Context, lengths: list[int]) -> Context:
+    """The first tokens of each sequence."""
+    return Context(
+        context.layout,
+        context.q,
+        [k[:n] for k, n in zip(context.keys, lengths, strict=True)],
+        [v[:n] for v, n in zip(context.values, lengths, strict=True)],
+    )
+
+
 def pinned_store(rig: Rig, context: Context, seq: int) -> PinnedStore:
     """All of a sequence in pinned memory."""
     records, tail = context.records(seq)

@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +32,27 @@ def record(position: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(position).integers(0, 255, RECORD, np.uint8)
 
 
+def blocks(first: int, count: int) -> npt.NDArray[np.uint8]:
+    """Records of so many blocks, from one on."""
+    return np.stack([record(first + i) for i in range(count)])
+
+
+def filled(path: Path, count: int, tail: int = 0, **options: Any) -> FileStore:
+    """A store of so many blocks, and of so many tokens of the next."""
+    store = FileStore.create(path, LAYOUT, **options)
+    store.append(blocks(0, count))
+    if tail:
+        store.keep_tail(Tail(record(count), tail))
+    return store
+
+
 def write_for_ever(path: Path, seed: int, told: int) -> None:
     """Appends, now and then keeps a tail, and tells how many blocks are stored."""
     rng = np.random.default_rng(seed)
     store = FileStore.create(path, LAYOUT)
     while True:
         count = int(rng.integers(1, 40))
-        first = store.num_blocks
-        store.append(np.stack([record(first + i) for i in range(count)]))
+        store.append(blocks(store.num_blocks, count))
         os.pwrite(told, store.num_blocks.to_bytes(8, "little"), 0)
         if rng.random() < 0.3:
             store.keep_tail(Tail(record(store.num_blocks), 5))

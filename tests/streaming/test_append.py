@@ -14,7 +14,7 @@ from cupaged.streaming import FileStore, PinnedStore, StreamingDecoder, encode_r
 from tests.oracle import assert_matches
 from tests.rig import Rig
 from tests.streaming.contexts import (
-    Context,
+    cut,
     decode,
     file_store,
     make_decoder,
@@ -25,16 +25,6 @@ from tests.streaming.contexts import (
 )
 
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-
-
-def cut(context: Context, lengths: list[int]) -> Context:
-    """The first tokens of each sequence."""
-    return Context(
-        context.layout,
-        context.q,
-        [k[:n] for k, n in zip(context.keys, lengths, strict=True)],
-        [v[:n] for v, n in zip(context.values, lengths, strict=True)],
-    )
 
 
 def stored(store: Any) -> Any:

@@ -27,6 +27,7 @@ from tests.oracle import assert_matches
 from tests.rig import Rig
 from tests.streaming.contexts import (
     Context,
+    cut,
     decode,
     file_store,
     make_decoder,
@@ -36,10 +37,6 @@ from tests.streaming.contexts import (
     truncate,
 )
 from tests.streaming.crash import LAYOUT, RECORD
-
-
-def first_of(context: Context, count: int) -> Context:
-    return Context(context.layout, context.q, [context.keys[0][:count]], [context.values[0][:count]])
 
 
 def test_an_open_that_fails_leaves_nothing(rig: Rig, tmp_path: Path) -> None:
@@ -87,7 +84,7 @@ def test_closing_what_was_only_read(rig: Rig, tmp_path: Path) -> None:
 def test_a_tail_that_the_store_does_not_take(rig: Rig, tmp_path: Path, kind: str) -> None:
     """The sequence stays open and whole, until the caller gives the tail up."""
     whole = random_context(FP8, [48])
-    start = first_of(whole, 41)
+    start = cut(whole, [41])
     if kind == "full":
         store: Any = PinnedStore(rig.gpu, whole.layout, 2)
         store.append(start.records(0)[0])
@@ -110,7 +107,7 @@ def test_a_tail_that_the_store_does_not_take(rig: Rig, tmp_path: Path, kind: str
         decoder.close(sequence)
     assert sequence.num_tokens == 41 + count
     if kind != "closed":
-        now = first_of(whole, 41 + count)
+        now = cut(whole, [41 + count])
         assert_matches(decode(rig, decoder, now, [sequence]), now.expected())
     decoder.close(sequence, keep_tail=False)
     assert sequence.closed

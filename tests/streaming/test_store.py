@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cupaged.errors import (
@@ -26,7 +25,7 @@ from cupaged.streaming import FileStore, PinnedStore, Tail
 from cupaged.streaming.device import PAGE, device_of
 from cupaged.streaming.store.format import BLOCKS_PER_EXTENT, Header, Places
 from tests.rig import Rig
-from tests.streaming.crash import LAYOUT, RECORD, is_right, record
+from tests.streaming.crash import LAYOUT, RECORD, blocks, filled, is_right, record
 
 ROOT = Path(__file__).resolve().parents[2]
 readers = pytest.mark.parametrize("io", ["mmap", "read", "direct"])
@@ -42,18 +41,6 @@ def _direct_io_where_there_is_some(request: pytest.FixtureRequest, tmp_path: Pat
             os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT))
         except OSError as error:
             pytest.skip(f"no direct I/O at {tmp_path}: {error.strerror}")
-
-
-def blocks(first: int, count: int) -> npt.NDArray[np.uint8]:
-    return np.stack([record(first + i) for i in range(count)])
-
-
-def filled(path: Path, count: int, tail: int = 0, **options: Any) -> FileStore:
-    store = FileStore.create(path, LAYOUT, **options)
-    store.append(blocks(0, count))
-    if tail:
-        store.keep_tail(Tail(record(count), tail))
-    return store
 
 
 def abandon(store: FileStore) -> None:

@@ -14,19 +14,11 @@ from cupaged.streaming import FileStore, PinnedStore, Tail
 from cupaged.streaming.store.format import CHECKPOINT_OFFSET
 from tests.rig import Rig
 from tests.streaming.contexts import truncate
-from tests.streaming.crash import LAYOUT, RECORD, is_right, record
+from tests.streaming.crash import LAYOUT, RECORD, filled, is_right, record
 
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def filled(path: Path, count: int, tail: int = 0, **options: Any) -> FileStore:
-    store = FileStore.create(path, LAYOUT, **options)
-    store.append(np.stack([record(i) for i in range(count)]))
-    if tail:
-        store.keep_tail(Tail(record(count), tail))
-    return store
 
 
 def test_writes_that_take_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cupaged import environment
 from cupaged.backends.cupy import extended_launch, forked, installation, nvtx, prebuilt
+from cupaged.backends.streams import handle_of
 from cupaged.errors import ArgumentTypeError, ArgumentValueError, BackendUnavailableError, LaunchError
 from cupaged.handle import HandleFactory
 from cupaged.pointers import DevicePtr, views
@@ -277,19 +278,9 @@ class CupyBackend(HandleFactory):
 
     def stream_handle(self, stream: Any) -> int:
         """Handle of an int, a CuPy stream (``ptr``) or an object with ``__cuda_stream__``."""
-        if isinstance(stream, int) and not isinstance(stream, bool):
-            if stream < 0:
-                raise ArgumentValueError(f"stream: got {stream}, a handle is not negative")
-            return stream
         if isinstance(stream, (self._cupy.cuda.Stream, self._cupy.cuda.ExternalStream)):
             return int(stream.ptr)
-        protocol = getattr(stream, "__cuda_stream__", None)
-        if protocol is not None:
-            return int((protocol() if callable(protocol) else protocol)[1])
-        raise ArgumentTypeError(
-            f"stream: got {type(stream).__name__}, allowed: int handle, CuPy stream, object with "
-            "__cuda_stream__; a stream is always given (gpu.null_stream() is the default one)"
-        )
+        return handle_of(stream, "int handle, CuPy stream, object with __cuda_stream__")
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Uninitialised CuPy array; dtypes CuPy does not have come as unsigned bits of the same size."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupaged import pointers
+from cupaged.backends.streams import handle_of
 from cupaged.errors import ArgumentTypeError, ArgumentValueError
 from cupaged.pointers import DevicePtr
 
@@ -100,32 +100,8 @@ def _look(array: np.ndarray) -> tuple[Any, ...]:
 
 def stream_handle(stream: Any) -> int:
     """Handle of an int, of an object with ``__cuda_stream__``, or of one with ``ptr``."""
-    if isinstance(stream, (int, np.integer)) and not isinstance(stream, bool):
-        return _in_range(stream)
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        given = protocol() if callable(protocol) else protocol
-        try:
-            _, number = map(operator.index, given)
-        except (TypeError, ValueError):
-            raise ArgumentTypeError(
-                f"stream: got {type(stream).__name__} whose __cuda_stream__ gives {given!r}, allowed is a "
-                "pair of integers, version and handle"
-            ) from None
-        return _in_range(number)
-    handle = getattr(stream, "ptr", None)
-    if isinstance(handle, int) and not isinstance(handle, bool):
-        return _in_range(handle)
-    raise ArgumentTypeError(
-        f"stream: got {type(stream).__name__}, allowed: int handle, object with __cuda_stream__ or ptr; a "
-        "stream is always given (gpu.null_stream() is the default one)"
-    )
-
-
-def _in_range(handle: int | np.integer[Any]) -> int:
-    if not 0 <= handle < 1 << 64:
-        raise ArgumentValueError(f"stream: got {handle}, a handle is 0 to 2^64 - 1")
-    return int(handle)
+    allowed = "int handle, object with __cuda_stream__ or ptr"
+    return handle_of(stream, allowed, getattr(stream, "ptr", None))
 
 
 def fill(address: int, value: int, num_bytes: int) -> None:
